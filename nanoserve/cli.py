@@ -1,0 +1,288 @@
+"""The command ``nanoserve``: Hydra composes a configuration, one dispatch on ``task`` runs it.
+
+Around Hydra stand three things of ours. Before it, the arguments are rewritten so that free text needs no quoting
+(:func:`rewrite`). After it, the composed values are checked strictly (``nanoserve.config``). And ``--help`` and every
+error are in our words: one line, exit code 2 for a wrong command, 1 for a failure; ``HYDRA_FULL_ERROR=1`` adds the
+traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import nanoserve
+from nanoserve.config import (
+    CONFIG_PATHS,
+    DEFAULTS,
+    PLUGIN_GROUPS,
+    config_folders,
+    did_you_mean,
+    group_names,
+    load_yaml,
+)
+from nanoserve.contracts.errors import ConfigError, NanoserveError, PluginError
+from nanoserve.registry import KINDS, PluginWarning, Registry
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+#: Values taken as typed. For a file, null still means none, and a value in quotes is left to Hydra's own grammar.
+TEXT_KEYS = frozenset({"prompt", "system"})
+FILE_KEYS = frozenset({"prompts", "output", "model.path"})
+USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+
+ABOUT = """\
+nanoserve runs Qwen3 language models on an engine whose every contested part is a plugin.
+
+  nanoserve prompt="def read_json(path):"
+  nanoserve task=chat model.path=Qwen/Qwen3-0.6B
+  nanoserve prompts=prompts.jsonl output=results.jsonl kv=int8
+  nanoserve -m kv=bf16,int8 scheduler=decode_first,prefill_first prompt="def f(x):"
+
+Write KEY=VALUE. -m runs every combination of comma-separated values and compares them in one table.
+Also: --cfg job prints the configuration, --version, --hydra-help.
+"""
+
+
+class JobFailedError(BaseException):
+    """Carries a job's exception past Hydra, which would print a list of overrides before passing it on."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    try:
+        with _plain_warnings():
+            if {"-h", "--help"} & set(arguments):
+                print(help_text(Registry.discover()))
+            elif "--version" in arguments:
+                print(f"nanoserve {nanoserve.__version__}")
+            else:
+                _compose_and_run(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else FAILURE
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except JobFailedError as failure:
+        return _report(failure.__cause__ or failure, show_traceback)
+    except Exception as error:
+        return _report(error, show_traceback)
+    return 0
+
+
+def _compose_and_run(arguments: Sequence[str]) -> None:
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import MissingConfigException
+    from hydra.main import main as hydra_main
+
+    registry = Registry.discover()
+    paths = registry.config_paths()
+    # A plugin needs no YAML of its own: its name alone is a choice, with the defaults of its dataclass.
+    for kind, details in KINDS.items():
+        for name in set(registry.names(kind)) - set(group_names(details.group, (*CONFIG_PATHS, *paths))):
+            ConfigStore.instance().store(group=details.group, name=name, node={"name": name}, provider="nanoserve")
+    with _as_hydra_wants_it(rewrite(arguments, paths)):
+        try:
+            hydra_main(version_base="1.3", config_path=CONFIG_PATHS[0], config_name="config")(job)()
+        except MissingConfigException as error:
+            raise _unknown_choice(error, registry) from error
+
+
+def job(values: DictConfig) -> None:
+    """One job, as Hydra calls it. In a sweep its outcome, good or bad, goes into its folder and the sweep goes on."""
+    from omegaconf import OmegaConf
+
+    from nanoserve import sweep
+    from nanoserve.tasks import run_task
+
+    try:
+        in_sweep = sweep.running()
+        if in_sweep:
+            sweep.announce()
+        plain: Any = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+        figures = run_task(plain)
+        if in_sweep:
+            sweep.record(figures)
+    except Exception as error:
+        if not in_sweep:
+            raise JobFailedError from error
+        sweep.record(error=one_line(error), traceback=traceback.format_exc())
+
+
+# --- before Hydra --------------------------------------------------------------------------------------------------
+
+
+def rewrite(arguments: Sequence[str], config_paths: Sequence[str] = ()) -> list[str]:
+    """The command line in Hydra's grammar.
+
+    Values of free-text keys are quoted, so that they need nothing but the shell's quotes and never sweep. Options of
+    plugins are force-added, since a YAML need not list them; the plugin's dataclass checks them. A model given by its
+    path, as ``model=FOLDER/…`` or ``model.path=…``, chooses the group's entry ``path``.
+    """
+    rewritten = []
+    by_path = has_model = False
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key == "model" and "/" in value:
+            key = "model.path"
+        has_model |= key == "model"
+        by_path |= key == "model.path"
+        name = key.lstrip("+")
+        if not equals or argument.startswith("-"):
+            pass
+        elif name in TEXT_KEYS or (name in FILE_KEYS and value != "null" and not re.fullmatch(r"(['\"]).*\1", value)):
+            argument = f"{key}={quote(value)}"
+        elif key.partition(".")[0] in PLUGIN_GROUPS and "." in key:
+            argument = f"++{argument}"
+        elif key == "hydra.searchpath" and config_paths:
+            argument, config_paths = f"{key}=[{','.join([value.strip('[]'), *config_paths])}]", ()
+        rewritten.append(argument)
+    if by_path and not has_model:
+        rewritten.append("model=path")
+    if config_paths:
+        rewritten.append(f"hydra.searchpath=[{','.join(config_paths)}]")
+    return rewritten
+
+
+def quote(text: str) -> str:
+    """``text`` as one quoted string of Hydra's grammar that OmegaConf reads back as exactly ``text``."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    if text == "???":  # OmegaConf's mark of a missing value; only an interpolation can stand for these characters
+        literal = "${oc.decode:\"'???'\"}"
+    else:
+        # An odd number of backslashes makes ${ literal, and pairs of them stand for one.
+        literal = re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", text)
+    return QuotedString(text=literal, quote=Quote.single).with_quotes()
+
+
+@contextmanager
+def _as_hydra_wants_it(arguments: list[str]) -> Iterator[None]:
+    """Hydra reads ``sys.argv``, and lets exceptions through instead of printing them if HYDRA_FULL_ERROR is set."""
+    before, asked = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["nanoserve", *arguments], "1"
+    try:
+        yield
+    finally:
+        sys.argv = before
+        del os.environ["HYDRA_FULL_ERROR"]
+        if asked is not None:
+            os.environ["HYDRA_FULL_ERROR"] = asked
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+def _report(error: BaseException, show_traceback: bool) -> int:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, BrokenPipeError):  # the reader has gone, as in `nanoserve … | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    usage = isinstance(error, (ConfigError, PluginError, HydraException, OmegaConfBaseException))
+    if show_traceback:
+        traceback.print_exception(error)
+    hint = "" if usage or isinstance(error, NanoserveError) else " (HYDRA_FULL_ERROR=1 shows the traceback)"
+    print(f"nanoserve: error: {one_line(error)}{hint}", file=sys.stderr)
+    return USAGE if usage else FAILURE
+
+
+def one_line(error: BaseException) -> str:
+    """What is wrong and what would be right, without a line break."""
+    from hydra.errors import HydraException, OverrideParseException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+    cause = error.__cause__
+    if isinstance(error, NanoserveError):
+        text = str(error)
+    elif isinstance(error, OverrideParseException):
+        text = f"cannot read {error.override!r}: write KEY=VALUE; a value with special characters needs 'quotes' inside"
+    elif isinstance(error, MissingMandatoryValue):
+        text = f"{error.full_key}: a value is required"
+    elif isinstance(error, HydraException) and isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        text = unknown_option(str(cause.full_key))
+    elif isinstance(error, HydraException) and (exists := re.search(r"An item is already at '(.*?)'", str(error))):
+        text = f"write {exists[1]}=VALUE without the +"
+    elif isinstance(error, (HydraException, OmegaConfBaseException)):
+        text = str(error).split("\n    full_key")[0]
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
+
+
+def unknown_option(key: str) -> str:
+    """The message for a key that no group has, with the full name of the option that was probably meant."""
+    known = {f"{group}.{name}" for group in ("engine", "sampling") for name in load_yaml(group, "default") or ()}
+    known |= {name for task in group_names("task") for name in load_yaml("task", task) or ()}
+    last = key.rpartition(".")[2]
+    same = sorted(name for name in known if name.rpartition(".")[2] == last)
+    hint = f"; did you mean {same[0]!r}?" if same else did_you_mean(key, known)
+    return f"unknown option {key!r} (nanoserve --help lists them){hint}"
+
+
+def _unknown_choice(error: Any, registry: Registry) -> NanoserveError:
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    known = sorted(error.options or [])
+    for kind, details in KINDS.items():
+        if details.group == group:
+            return registry.unknown(kind, name, known)
+    hint = did_you_mean(name, known) or ("; write model.path=FOLDER for a checkpoint" if group == "model" else "")
+    return ConfigError(f"unknown {group} {name!r}; known are: {', '.join(known)}{hint}")
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """A plugin's warning is one line on standard error and comes once, however many registries are made."""
+    original = warnings.showwarning
+    seen = set()
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if not issubclass(category, PluginWarning):
+            original(message, category, *where, **more)
+        elif str(message) not in seen:
+            seen.add(str(message))
+            print(f"nanoserve: warning: {message}", file=sys.stderr)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = original
+
+
+# --- help ----------------------------------------------------------------------------------------------------------
+
+
+def help_text(registry: Registry) -> str:
+    """Purpose, commands to copy, the groups and the options: read from the YAML files, nothing heavy is imported."""
+    paths = (*CONFIG_PATHS, *registry.config_paths())
+    kinds = {details.group: kind for kind, details in KINDS.items()}
+    lines = [ABOUT, "Groups (GROUP=NAME; * is the default):"]
+    defaults = {**DEFAULTS, "engine": "default", "sampling": "default", "task": "generate"}
+    for group, default in defaults.items():
+        names = {*group_names(group, paths), *(registry.names(kinds[group]) if group in kinds else ())}
+        starred = ("*" + name if name == default else name for name in sorted(names))
+        indent = " " * 13
+        lines.append(textwrap.fill(", ".join(starred), 110, initial_indent=f"  {group:11}", subsequent_indent=indent))
+    for group in ("engine", "sampling"):
+        lines += ["", f"{group} options:", *_options_of(group, "default", f"{group}.")]
+    for task in group_names("task"):
+        lines += ["", f"task={task} options:", *_options_of("task", task, "")]
+    lines += ["", "The options of a plugin are written GROUP.OPTION=VALUE, as in kv.dtype=float16."]
+    return "\n".join(lines)
+
+
+def _options_of(group: str, name: str, prefix: str) -> list[str]:
+    text = (config_folders(CONFIG_PATHS)[0] / group / f"{name}.yaml").read_text(encoding="utf-8")
+    return [f"  {prefix + m[1] + '=' + m[2]:46} {m[3]}" for m in re.finditer(r"(?m)^(\w+): (.*?)  # (.*)$", text)]

@@ -1,0 +1,140 @@
+"""Contract: a KV-cache format owns the K/V tensors and everything that depends on how they are stored.
+
+Storage is paged: block ``b`` holds ``block_size`` tokens and token ``t`` of a sequence lives in **slot**
+``block_table[t // block_size] * block_size + t % block_size``. Block ids and slots are all that the rest of the
+engine knows. Anything a format keeps beside the data (scales, zero points) is addressed by the same block id, so that
+hashing, reference counts and recycling never change with the format.
+
+Layout of the built-in formats is head-major within a block ("HND"): ``[num_blocks, kv_heads, block_size, head_dim]``
+for data and ``[num_blocks, kv_heads, block_size]`` for per-token scales: a block of one KV head is one contiguous
+tile, which is what TMA and vectorised scale loads want.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanoserve.contracts.capabilities import Capabilities
+
+
+@dataclass(frozen=True)
+class KVCacheShape:
+    """Everything a format needs to know to size itself.
+
+    num_kv_heads: KV heads on this rank. block_size: tokens per block. dtype: the compute dtype of K and V.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's storage, as kernels see it.
+
+    k, v: ``[num_blocks, kv_heads, block_size, head_dim]`` in the storage dtype (built-in formats; a format of its
+    own layout may put any tensors here and name itself in ``format`` so that only kernels that know it are chosen).
+    k_scale, v_scale: ``[num_blocks, kv_heads, block_size]`` fp16, or None when the format is not quantised.
+    """
+
+    format: str
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+class KVCacheFormat(ABC):
+    """One engine's KV cache in one format. Built by ``KVCacheSpec.factory(options, shape)``; ``allocate`` comes later.
+
+    Invariant: after ``allocate(n)`` the ids ``0 … n - 1`` are valid blocks. The engine allocates one block more than
+    it hands out: that scratch block takes the writes of padding rows and belongs to nobody.
+    """
+
+    #: Name under which attention kernels declare that they read this storage.
+    name: str
+    #: True when ``gather`` returns exactly what was stored; False for a quantised format.
+    exact: bool = True
+
+    def __init__(self, shape: KVCacheShape) -> None:
+        self.shape = shape
+        self.layers: list[LayerCache] = []
+
+    @abstractmethod
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, K and V, scales included. The engine sizes the pool with it."""
+
+    @abstractmethod
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate (zero-initialised) and fill ``self.layers``. Called once; raises torch.OutOfMemoryError as torch does."""
+
+    @abstractmethod
+    def store(self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Write K and V of ``tokens`` new tokens, quantising if the format does.
+
+        k, v: ``[tokens, kv_heads, head_dim]`` compute dtype, last dimension contiguous (they may be slices of a fused
+        qkv tensor). slot_mapping: ``[tokens]`` int32 or int64; a slot < 0 is skipped, and no two slots >= 0 are equal.
+        Must touch no other slot. Must not synchronise with the device. Offsets are 64-bit: pools exceed 2^31 elements.
+        """
+
+    @abstractmethod
+    def gather(self, layer: LayerCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dense, dequantised K and V: the slow path that is right for every backend.
+
+        slots: integer tensor of any shape ``S``, all valid and written. Returns two fresh tensors
+        ``[*S, kv_heads, head_dim]`` in the compute dtype.
+        """
+
+    def norm_rope_store(self) -> Callable[..., Any] | None:
+        """Optional fusion of q/k RMSNorm, rotary embedding and store as one launch; None when the format has none.
+
+        The callable has the signature ``f(layer, qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping) -> (q, k, v)``:
+        qkv ``[tokens, (q_heads + 2 * kv_heads) * head_dim]`` straight from the projection; cos_sin
+        ``[max_positions, head_dim]`` fp32 (first half cos, second half sin); positions and slot_mapping ``[tokens]``.
+        Returns normalised and rotated q ``[tokens, q_heads, head_dim]`` and the k, v ``[tokens, kv_heads, head_dim]``
+        a fresh prefill may attend to instead of the cache (for a quantised format: exactly what the cache holds).
+        """
+        return None
+
+    def export_blocks(self, block_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Copy whole blocks out (offload, moving a sequence): CPU tensors whose first two axes are [layer, block]."""
+        index = torch.tensor(list(block_ids), device=self.shape.device)
+        return {
+            field: torch.stack([getattr(layer, field).index_select(0, index) for layer in self.layers]).cpu()
+            for field in ("k", "v", "k_scale", "v_scale")
+            if getattr(self.layers[0], field) is not None
+        }
+
+    def import_blocks(self, block_ids: Sequence[int], payload: dict[str, torch.Tensor]) -> None:
+        """Write blocks exported by a cache of the same format and shape into ``block_ids`` of this one."""
+        index = torch.tensor(list(block_ids), device=self.shape.device)
+        for field, values in payload.items():
+            for i, layer in enumerate(self.layers):
+                getattr(layer, field).index_copy_(0, index, values[i].to(self.shape.device))
+
+    def close(self) -> None:
+        """Drop every tensor. The cache cannot be used afterwards."""
+        self.layers = []
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """Registers a KV-cache format.
+
+    config: dataclass of the format's options (every field has a default). factory: ``(options, shape) -> KVCacheFormat``.
+    """
+
+    name: str
+    summary: str
+    capabilities: Capabilities
+    config: type
+    factory: Callable[[Any, KVCacheShape], KVCacheFormat]

@@ -1,0 +1,229 @@
+"""One step, packed: built on the host with numpy, copied to the device once.
+
+Tokens are ordered ``[decode | prefill]``: one token per decoding sequence, then the chunks. Host work is
+O(sequences + new prompt tokens); it does not grow with context length, because the block table lives on the device and
+only its new entries travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanoserve.contracts.attention import DecodeMetadata, PrefillMetadata
+from nanoserve.contracts.scheduling import Schedule
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Batch:
+    """A step as the runner needs it. Device tensors are int32.
+
+    input_ids, positions, slot_mapping: ``[num_decode + num_prefill]``; the decode part of ``input_ids`` is filled on
+    the device from the tokens sampled last.
+    sampled: sequences that sample a token in this step, in logits order (decode first). sampled_rows: their table rows.
+    logits_index: ``[len(sampled)]`` token index of each logits row, or None when every token is sampled in order.
+    chunks: sequences whose prompt continues in a later step; they sample nothing.
+    """
+
+    num_decode: int
+    num_prefill: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    decode: DecodeMetadata | None
+    prefill: PrefillMetadata | None
+    sampled: list[Sequence]
+    sampled_rows: torch.Tensor
+    sampled_rows_cpu: np.ndarray
+    sample_positions_cpu: np.ndarray
+    logits_index: torch.Tensor | None
+    chunks: list[Sequence]
+
+
+class Packer:
+    """Copies int32 host arrays to the device in one transfer and hands back a view for each.
+
+    Two pinned buffers alternate, so that one step may be built while the copy of the step before is still under way.
+    """
+
+    ALIGN = 4  # ints: every view starts on 16 bytes, or Triton would compile a variant per alignment
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers = [self._pinned(1 << 12) for _ in range(2)] if device.type == "cuda" else []
+
+    @staticmethod
+    def _pinned(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=True)
+
+    def __call__(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        starts, total = [], 0
+        for array in arrays:
+            starts.append(total)
+            total += -(-len(array) // self.ALIGN) * self.ALIGN
+        if self.device.type == "cuda":
+            self._buffers.reverse()
+            if len(self._buffers[0]) < total:
+                self._buffers[0] = self._pinned(2 * total)
+            host = self._buffers[0][:total]
+        else:
+            host = torch.empty(total, dtype=torch.int32)
+        view = host.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            view[start : start + len(array)] = array
+        packed = host.to(self.device, non_blocking=True)
+        return [packed[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
+
+
+class BatchBuilder:
+    """Turns a :class:`Schedule` into a :class:`Batch` and keeps the device's block table up to date."""
+
+    def __init__(self, blocks: BlockManager, max_model_len: int, device: torch.device) -> None:
+        self.blocks = blocks
+        self.block_size = blocks.block_size
+        self.device = device
+        self.pack = Packer(device)
+        self.table_width = -(-max_model_len // self.block_size)
+        self.table = torch.zeros(0, self.table_width, dtype=torch.int32, device=device)
+
+    def build(self, schedule: Schedule) -> Batch:
+        """The batch of ``schedule``, whose grants have just been made."""
+        decode: list[Sequence] = schedule.decode  # type: ignore[assignment]
+        prefill: list[tuple[Sequence, int]] = schedule.prefill  # type: ignore[assignment]
+        num_decode = len(decode)
+        bs = self.block_size
+
+        contexts = [s.num_computed_tokens for s in decode]
+        context = np.array(contexts, dtype=np.int32)
+        decode_rows = np.array([s.table_row for s in decode], dtype=np.int32)
+        position = context - 1
+        slots = np.array([s.block_table[-1] for s in decode], dtype=np.int32) * bs + position % bs
+
+        sampled = list(decode)
+        chunks: list[Sequence] = []
+        ids_parts, position_parts, slot_parts = [], [position], [slots]
+        lens_q, lens_k, logits_index, last = [], [], [], num_decode - 1
+        for seq, n in prefill:
+            end = seq.num_computed_tokens
+            start = end - n
+            ids_parts.append(np.array(seq.token_ids[start:end], dtype=np.int32))
+            positions = np.arange(start, end, dtype=np.int32)
+            first_block = start // bs
+            held = np.array(seq.block_table[first_block : (end - 1) // bs + 1], dtype=np.int32)
+            position_parts.append(positions)
+            slot_parts.append(held[positions // bs - first_block] * bs + positions % bs)
+            lens_q.append(n)
+            lens_k.append(end)
+            last += n
+            if seq.num_pending:
+                sampled.append(seq)
+                logits_index.append(last)
+            else:
+                chunks.append(seq)
+        num_prefill = sum(lens_q)
+        all_positions = np.concatenate(position_parts)
+        cu_q = np.concatenate(([0], np.cumsum(lens_q, dtype=np.int32))).astype(np.int32)
+        cu_k = np.concatenate(([0], np.cumsum(lens_k, dtype=np.int32))).astype(np.int32)
+        prefill_rows = np.array([s.table_row for s, _ in prefill], dtype=np.int32)
+        sampled_rows = np.array([s.table_row for s in sampled], dtype=np.int32)
+
+        rows, cols, block_ids = self.blocks.take_table_updates()
+        updates = np.array(rows, dtype=np.int64) * self.table_width + np.array(cols, dtype=np.int64)
+        every_token_sampled = not prefill
+        (
+            d_positions,
+            d_slots,
+            d_ids,
+            d_decode_rows,
+            d_context,
+            d_prefill_rows,
+            d_cu_q,
+            d_cu_k,
+            d_lens_k,
+            d_seq_ids,
+            d_sampled_rows,
+            d_logits_index,
+            d_updates,
+            d_block_ids,
+        ) = self.pack(
+            [
+                all_positions,
+                np.concatenate(slot_parts),
+                np.concatenate([np.zeros(num_decode, dtype=np.int32), *ids_parts]),
+                decode_rows,
+                context,
+                prefill_rows,
+                cu_q,
+                cu_k,
+                np.array(lens_k, dtype=np.int32),
+                np.repeat(np.arange(len(prefill), dtype=np.int32), lens_q),
+                sampled_rows,
+                np.array([*range(num_decode), *logits_index] if prefill else [], dtype=np.int32),
+                updates,
+                np.array(block_ids, dtype=np.int32),
+            ]
+        )
+        self._update_table(d_updates, d_block_ids)
+
+        decode_meta = prefill_meta = None
+        if decode:
+            longest = max(contexts)
+            decode_meta = DecodeMetadata(
+                num_seqs=num_decode,
+                context_lens=d_context,
+                block_table=self._table_of(d_decode_rows, longest),
+                slot_mapping=d_slots[:num_decode],
+                context_lens_cpu=tuple(contexts),
+                max_context_len=longest,
+            )
+        if prefill:
+            longest = max(lens_k)
+            prefill_meta = PrefillMetadata(
+                num_seqs=len(prefill),
+                num_tokens=num_prefill,
+                cu_seqlens_q=d_cu_q,
+                cu_seqlens_k=d_cu_k,
+                context_lens=d_lens_k,
+                block_table=self._table_of(d_prefill_rows, longest),
+                slot_mapping=d_slots[num_decode:],
+                seq_ids=d_seq_ids,
+                query_positions=d_positions[num_decode:],
+                cu_seqlens_q_cpu=tuple(cu_q.tolist()),
+                cu_seqlens_k_cpu=tuple(cu_k.tolist()),
+                max_seqlen_q=max(lens_q),
+                max_seqlen_k=longest,
+                has_prefix=lens_q != lens_k,
+            )
+        return Batch(
+            num_decode=num_decode,
+            num_prefill=num_prefill,
+            input_ids=d_ids,
+            positions=d_positions,
+            slot_mapping=d_slots,
+            decode=decode_meta,
+            prefill=prefill_meta,
+            sampled=sampled,
+            sampled_rows=d_sampled_rows,
+            sampled_rows_cpu=sampled_rows,
+            sample_positions_cpu=np.array(
+                [len(s.token_ids) + s.num_pending - 1 - s.num_prompt_tokens for s in sampled], dtype=np.int64
+            ),
+            logits_index=None if every_token_sampled else d_logits_index,
+            chunks=chunks,
+        )
+
+    def _update_table(self, flat_index: torch.Tensor, block_ids: torch.Tensor) -> None:
+        if self.blocks.num_rows > len(self.table):
+            grown = torch.zeros(2 * self.blocks.num_rows, self.table_width, dtype=torch.int32, device=self.device)
+            grown[: len(self.table)] = self.table
+            self.table = grown
+        if len(block_ids):
+            self.table.view(-1).index_copy_(0, flat_index.long(), block_ids)
+
+    def _table_of(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
+        """Block table ``[len(rows), blocks of the longest context]`` of this step."""
+        return self.table[:, : -(-longest // self.block_size)].index_select(0, rows)

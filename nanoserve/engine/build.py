@@ -1,0 +1,209 @@
+"""From a configuration to a running engine: resolve every name once, check every combination, then allocate."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanoserve.config import EngineConfig, EngineOptions
+from nanoserve.contracts.attention import AttentionContext
+from nanoserve.contracts.capabilities import Requirements
+from nanoserve.contracts.errors import ConfigError, PluginError
+from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape
+from nanoserve.contracts.observer import EngineInfo
+from nanoserve.contracts.policy import SelectionPolicy
+from nanoserve.contracts.scheduling import Scheduler, SchedulerLimits
+from nanoserve.engine.batch import BatchBuilder
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.engine import Engine
+from nanoserve.engine.memory import blocks_on_cpu, blocks_on_gpu, peak_forward_bytes
+from nanoserve.engine.runner import ModelRunner
+from nanoserve.engine.sampler import Sampler
+from nanoserve.engine.selection import AttentionSelector, candidates_for, make_builder
+from nanoserve.models.config import ModelConfig, eos_token_ids
+from nanoserve.models.loader import load_model, resolve_dtype, resolve_model
+from nanoserve.models.parallel import ParallelContext
+from nanoserve.registry import Registry
+from nanoserve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanoserve.contracts.kvcache import KVCacheSpec
+
+log = logging.getLogger("nanoserve")
+
+
+def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engine:
+    """Compose an engine. Whatever cannot work is refused here, most of it before any weight is read.
+
+    Raises ConfigError, PluginError or ModelLoadError.
+    """
+    registry = registry or Registry.discover()
+    options = config.engine
+    device = resolve_device(options.device)
+    folder = resolve_model(config.model.path) if config.model.path is not None else None
+    model_config = (
+        ModelConfig.from_dict(config.model.config or {}, source="model.config")
+        if folder is None or (options.load_format == "dummy" and config.model.config)
+        else ModelConfig.from_folder(folder)
+    )
+    dtype = engine_dtype(options.dtype, model_config, folder, device)
+    max_model_len = resolve_max_model_len(options, model_config)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+    need = Requirements(
+        num_q_heads=model_config.num_attention_heads,
+        num_kv_heads=model_config.num_key_value_heads,
+        head_dim=model_config.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        compute_capability=capability,
+        block_size=options.block_size,
+        kv_format=config.kv.name,
+    )
+    kv_spec: KVCacheSpec = registry.get("kvcache", config.kv.name)
+    if reasons := kv_spec.capabilities.refusals(need):
+        raise PluginError(f"kv={kv_spec.name} cannot be used here: {'; '.join(reasons)}")
+    kv_options = registry.make_options("kvcache", kv_spec, config.kv.options)
+    candidates = candidates_for(registry, config.attention, need)
+    policy_spec = registry.get("policy", config.policy.name)
+    policy = policy_spec.factory(registry.make_options("policy", policy_spec, config.policy.options))
+    _check_type("policy", config.policy.name, policy, SelectionPolicy)
+    scheduler_spec = registry.get("scheduler", config.scheduler.name)
+    scheduler_options = registry.make_options("scheduler", scheduler_spec, config.scheduler.options)
+
+    model = load_model(
+        model_config,
+        folder,
+        dtype=dtype,
+        device=device,
+        load_format=options.load_format,
+        parallel=ParallelContext(),
+        max_positions=max_model_len,
+        seed=options.seed,
+    )
+    shape = KVCacheShape(
+        num_layers=model_config.num_hidden_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=options.block_size,
+        dtype=dtype,
+        device=device,
+    )
+    kv = kv_spec.factory(kv_options, shape)
+    _check_type("kvcache", kv_spec.name, kv, KVCacheFormat)
+    num_blocks = options.num_kv_blocks
+    if num_blocks is None:
+        blocks_per_seq = -(-max_model_len // options.block_size)
+        if device.type == "cuda":
+            width = model.num_q_heads * model_config.head_dim
+            peak = peak_forward_bytes(model, options.max_num_batched_tokens, options.max_num_seqs, width)
+            num_blocks = blocks_on_gpu(kv.bytes_per_block(), peak, options.gpu_memory_utilization, device) - 1
+        else:
+            num_blocks = blocks_on_cpu(kv.bytes_per_block(), options.max_num_seqs, blocks_per_seq)
+    kv.allocate(num_blocks + 1)  # one more than is handed out: the scratch block takes the writes of padding rows
+    log.info(
+        "KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB (%d bytes per token)",
+        num_blocks,
+        options.block_size,
+        num_blocks * options.block_size,
+        num_blocks * kv.bytes_per_block() / 2**30,
+        kv.bytes_per_block() // options.block_size,
+    )
+
+    blocks = BlockManager(num_blocks, options.block_size, options.enable_prefix_caching)
+    limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)
+    scheduler = scheduler_spec.factory(scheduler_options, limits, blocks)
+    _check_type("scheduler", scheduler_spec.name, scheduler, Scheduler)
+    context = AttentionContext(
+        num_q_heads=model.num_q_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model_config.head_dim,
+        scale=model_config.head_dim**-0.5,
+        dtype=dtype,
+        device=device,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv=kv,
+    )
+    selector = AttentionSelector(candidates, policy, make_builder(registry, config.attention, context))
+    info = EngineInfo(
+        model=config.model.name or str(config.model.path),
+        attention={phase: "|".join(names) for phase, names in candidates.items()},
+        kv=kv_spec.name,
+        scheduler=scheduler_spec.name,
+        policy=policy_spec.name,
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+    )
+    eos = eos_token_ids(folder) if folder is not None else frozenset()
+    return Engine(
+        ModelRunner(
+            model, kv, selector, BatchBuilder(blocks, max_model_len, device), Sampler(model_config.vocab_size, device),
+            model.num_q_heads, capability,
+        ),
+        scheduler,
+        blocks,
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=eos,
+        tokenizer=Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None,
+        observers=registry.observers(info),
+        info=info,
+        seed=options.seed,
+        overlap=device.type == "cuda" if options.overlap is None else options.overlap,
+        debug=options.debug,
+    )  # fmt: skip
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the GPU if there is one. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"engine.device={name!r} is not a device; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device={name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"engine.device={name!r}: torch sees no CUDA device here; use engine.device=cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"engine.device={name!r}: there are {torch.cuda.device_count()} CUDA devices")
+        device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+    return device
+
+
+def engine_dtype(name: str, config: ModelConfig, folder: Path | None, device: torch.device) -> torch.dtype:
+    """``auto``: the checkpoint's dtype on a GPU; float32 on the CPU, which holds bf16 weights exactly and is faster there."""
+    if name == "auto" and device.type == "cpu":
+        return torch.float32
+    return resolve_dtype(name, config, folder)
+
+
+def resolve_max_model_len(options: EngineOptions, config: ModelConfig) -> int:
+    """The option, or the model's own limit. A limit above the model's position table is refused: text would rot there."""
+    limit = config.max_position_embeddings
+    if options.max_model_len is None:
+        return limit
+    if options.max_model_len > limit:
+        raise ConfigError(
+            f"engine.max_model_len={options.max_model_len} exceeds the model's max_position_embeddings={limit}; "
+            "lower it, or extend the model with YaRN in its config.json"
+        )
+    return options.max_model_len
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
+
+
+def _check_type(kind: str, name: str, made: object, wanted: type) -> None:
+    if not isinstance(made, wanted):
+        raise PluginError(f"{kind} {name!r}: its factory returned {type(made).__name__}, not {wanted.__name__}")

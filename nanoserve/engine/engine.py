@@ -1,0 +1,468 @@
+"""The loop: schedule a step, launch it, and while it runs commit the step before it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence as Seq
+
+from nanoserve.contracts.errors import CapacityError, NanoserveError, RequestError
+from nanoserve.contracts.observer import EngineInfo, Observer
+from nanoserve.contracts.scheduling import Schedule, Scheduler, Status, StepResult
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.detokenizer import OutputText
+from nanoserve.engine.runner import InFlight, Runner
+from nanoserve.engine.sampler import child_seed
+from nanoserve.engine.sequence import Sequence
+from nanoserve.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.tokenizer import Tokenizer
+
+log = logging.getLogger("nanoserve")
+
+
+class _Request:
+    """A request in the engine: its ``n`` sequences and what has been said of them."""
+
+    __slots__ = ("id", "prompt", "prompt_token_ids", "params", "stream", "sequences", "held", "metrics", "unfinished")
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.stream = False
+        self.sequences: list[Sequence] = []
+        self.held: list[Sequence] = []  # siblings that wait until the first has put the prompt into the prefix cache
+        self.metrics = RequestMetrics(arrival_time=time.perf_counter())
+        self.unfinished = 0
+
+
+class _Output:
+    """The output side of one sequence. ``text`` is None when no tokenizer is loaded."""
+
+    __slots__ = ("request", "completion", "text", "incremental", "delta", "num_reported", "end_reported")
+
+    def __init__(self, request: _Request, index: int, text: OutputText | None, incremental: bool) -> None:
+        self.request = request
+        self.completion = CompletionOutput(index)
+        self.text = text
+        self.incremental = incremental  # detokenise every token: somebody streams, or a stop string must be seen
+        self.delta: list[str] = []
+        self.num_reported = 0  # output tokens already streamed
+        self.end_reported = False
+
+
+class Engine:
+    """Runs requests to their end. Not thread-safe: one thread owns it.
+
+    Every argument is built already (see ``nanoserve.engine.build``), so tests bring a fake runner or any scheduler.
+
+    max_model_len: longest prompt plus output, in tokens. eos_token_ids: tokens that end a sequence.
+    overlap: commit a step only after the next one has been launched; needs a runner whose launch does not block.
+    debug: audit the block manager after every step.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] = (),
+        tokenizer: Tokenizer | None = None,
+        observers: Seq[Observer] = (),
+        info: EngineInfo | None = None,
+        seed: int = 0,
+        overlap: bool = False,
+        debug: bool = False,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.blocks = blocks
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.observers = list(observers)
+        self.info = info
+        self.overlap = overlap
+        self.debug = debug
+        self.requests: dict[str, _Request] = {}
+        self._seed = seed
+        self._num_unseeded = 0
+        self._num_history = 0  # unfinished sequences whose sampling reads the tokens before it
+        self._in_flight: InFlight | None = None
+        self._dirty: dict[str, _Request] = {}  # requests with something to report, in order
+        self._steps = self._prompt_tokens = self._generation_tokens = self._finished = self._aborted = 0
+        self._closed = False
+
+    # ---------------------------------------------------------------- requests
+
+    @property
+    def capacity(self) -> int:
+        """Longest sequence that can run: the context length, and the pool (the last token needs no KV)."""
+        return min(self.max_model_len, self.blocks.max_num_tokens)
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Refuse a request that is malformed or can never run. Raises RequestError or CapacityError; changes nothing."""
+        if not prompt_token_ids:
+            raise RequestError("the prompt is empty; Qwen3 has no BOS token, so at least one token is needed")
+        for token in prompt_token_ids:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise RequestError(f"prompt token id {token!r} is not an integer in [0, {self.vocab_size})")
+        params.validate_for(self.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        n = len(prompt_token_ids)
+        if n >= self.max_model_len:
+            raise CapacityError(
+                f"the prompt has {n} tokens; max_model_len is {self.max_model_len}, "
+                f"so a prompt may have at most {self.max_model_len - 1} and leave room for one token"
+            )
+        if n >= self.capacity:
+            raise CapacityError(
+                f"the prompt has {n} tokens; the KV pool holds {self.capacity - 1} "
+                f"({self.blocks.num_blocks} blocks of {self.blocks.block_size}); raise engine.num_kv_blocks"
+            )
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        stream: bool = False,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request. Raises RequestError (also for an id that is in use) and then nothing has changed.
+
+        stream: ``step`` reports the deltas of every step instead of the whole result at the end.
+        """
+        if self._closed:
+            raise NanoserveError("the engine is closed")
+        if request_id in self.requests:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
+        self.check(prompt_token_ids, params)
+        request = _Request(request_id, prompt, list(prompt_token_ids), params)
+        request.stream = stream
+        base_seed = params.seed
+        if base_seed is None:
+            base_seed = child_seed(self._seed, self._num_unseeded)
+            self._num_unseeded += 1
+        stop_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_ids |= self.eos_token_ids
+        limit = self.capacity
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt_token_ids) + params.max_tokens)
+        incremental = self.tokenizer is not None and bool(stream or params.stop)
+        for index in range(params.n):
+            seq = Sequence(
+                request_id,
+                prompt_token_ids,
+                params,
+                index=index,
+                max_num_tokens=limit,
+                seed=base_seed if params.n == 1 else child_seed(base_seed, index),
+                stop_ids=stop_ids,
+                priority=priority,
+                arrival_time=request.metrics.arrival_time,
+            )
+            text = None if self.tokenizer is None else OutputText(self.tokenizer, params)
+            seq.state = _Output(request, index, text, incremental)
+            request.sequences.append(seq)
+        request.unfinished = params.n
+        self.requests[request_id] = request
+        self._num_history += params.n if params.needs_history else 0
+        self.scheduler.add(request.sequences[0])
+        request.held = request.sequences[1:]
+        self._prompt_tokens += len(prompt_token_ids)
+        for observer in self.observers:
+            self._notify(observer, "request_added", request_id, len(prompt_token_ids), request.metrics.arrival_time)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at any moment; the next ``step`` reports it. False if it is unknown or has ended."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        held, request.held = request.held, []
+        for seq in request.sequences:
+            if seq.status != Status.FINISHED:
+                if seq in held:
+                    seq.status = Status.FINISHED
+                else:
+                    self.scheduler.abort(seq)
+                self._finish(seq, "abort")
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """True while ``step`` has something to do or to report."""
+        return self._in_flight is not None or self.scheduler.has_unfinished or bool(self._dirty)
+
+    # ---------------------------------------------------------------- the loop
+
+    def step(self) -> list[RequestOutput]:
+        """Advance by one step. Returns what there is to report: deltas of streaming requests, results of ended ones."""
+        overlap = self.overlap and not self._num_history
+        if self._in_flight is not None and not overlap:
+            self._commit_in_flight()
+        schedule = self.scheduler.schedule()
+        launched = self._launch(schedule) if schedule else None
+        if self._in_flight is not None:
+            self._commit_in_flight()
+        elif launched is None and self.scheduler.has_unfinished and not schedule:
+            self._stalled()
+        self._in_flight = launched
+        if launched is not None and not overlap:
+            self._commit_in_flight()
+        if self.debug:
+            self.blocks.audit()
+        return self._report()
+
+    def _launch(self, schedule: Schedule) -> InFlight | None:
+        self._steps += 1
+        now = time.perf_counter()
+        for seq, _ in schedule.prefill:
+            metrics = seq.state.request.metrics  # type: ignore[attr-defined]
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+        if self.observers:
+            self._observe_step(schedule, now)
+        try:
+            return self.runner.launch(schedule)
+        except Exception as error:
+            log.exception("a step failed; its requests end with an error")
+            self._fail([*schedule.decode, *(seq for seq, _ in schedule.prefill)], error)  # type: ignore[list-item]
+            return None
+
+    def _commit_in_flight(self) -> None:
+        """Bring the values of the oldest step home: append, check stop conditions, tell the scheduler."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return
+        try:
+            tokens = step.wait()
+        except Exception as error:
+            log.exception("a step failed; its requests end with an error")
+            self._fail([*step.sampled, *step.chunks], error)
+            return
+        commit, results = self.blocks.commit, []
+        for i, (seq, token) in enumerate(zip(step.sampled, tokens.token_ids, strict=True)):
+            if seq.status == Status.FINISHED:
+                self._drop(seq)
+                continue
+            commit(seq, [token] if token >= 0 else [])
+            if tokens.logprobs is not None and seq.params.logprobs is not None:
+                top = tokens.top[i] if tokens.top is not None else []
+                self._add_logprobs(seq, token, tokens.logprobs[i], top[: seq.params.logprobs])
+            results.append(StepResult(seq, [token], self._accept(seq, token)))
+        for seq in step.chunks:
+            if seq.status == Status.FINISHED:
+                self._drop(seq)
+            else:
+                commit(seq, [])
+        self.scheduler.commit(results)
+
+    def _accept(self, seq: Sequence, token: int) -> bool:
+        """Take in one new token of ``seq``; True when the sequence ends with it."""
+        output: _Output = seq.state  # type: ignore[assignment]
+        request = output.request
+        if token < 0:
+            return self._finish(seq, "error", error="the model produced logits that are not finite")
+        self._generation_tokens += 1
+        if request.metrics.first_token_time is None:
+            self._first_token(request)
+        if token in seq.stop_ids:
+            reason = None if token in self.eos_token_ids else token
+            return self._finish(seq, "stop", stop_reason=reason)
+        if output.incremental:
+            try:
+                delta = output.text.append(token)  # type: ignore[union-attr]
+            except Exception as error:
+                log.exception("detokenisation failed")
+                return self._finish(seq, "error", error=f"detokenisation failed: {error}")
+            if delta:
+                output.delta.append(delta)
+            if output.text.stopped_by is not None:  # type: ignore[union-attr]
+                return self._finish(seq, "stop", stop_reason=output.text.stopped_by)  # type: ignore[union-attr]
+            if request.stream:
+                self._dirty[request.id] = request
+        if len(seq.token_ids) >= seq.max_num_tokens:
+            return self._finish(seq, "length")
+        return False
+
+    def _first_token(self, request: _Request) -> None:
+        request.metrics.first_token_time = now = time.perf_counter()
+        for seq in request.held:
+            self.scheduler.add(seq)
+        request.held = []
+        for observer in self.observers:
+            self._notify(observer, "first_token", request.id, now)
+
+    def _finish(
+        self, seq: Sequence, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None
+    ) -> bool:
+        """Record the end of a sequence (the caller tells the scheduler). Always True."""
+        output: _Output = seq.state  # type: ignore[assignment]
+        request, completion = output.request, output.completion
+        completion.finish_reason, completion.stop_reason, completion.error = reason, stop_reason, error
+        completion.token_ids = seq.token_ids[seq.num_prompt_tokens :]
+        if output.text is not None and reason != "error":
+            if not output.incremental:
+                ended_by_id = reason == "stop"
+                output.text.append_many(completion.token_ids[:-1] if ended_by_id else completion.token_ids)
+            if output.text.stopped_by is None:
+                output.delta.append(output.text.finish())
+        if output.text is not None:
+            completion.text = output.text.text
+        request.unfinished -= 1
+        self._num_history -= bool(request.params.needs_history)
+        self._dirty[request.id] = request
+        if request.held and not request.unfinished - len(request.held):
+            held, request.held = request.held, []  # the first sibling ended without a token: the others will too
+            for sibling in held:
+                sibling.status = Status.FINISHED
+                self._finish(sibling, reason, stop_reason, error)
+        if not request.unfinished:
+            self._end(request, reason)
+        return True
+
+    def _end(self, request: _Request, reason: FinishReason) -> None:
+        request.metrics.finished_time = now = time.perf_counter()
+        request.metrics.num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
+        del self.requests[request.id]
+        if reason == "abort":
+            self._aborted += 1
+        else:
+            self._finished += 1
+        for observer in self.observers:
+            total = sum(seq.num_output_tokens for seq in request.sequences)
+            self._notify(observer, "request_finished", request.id, reason, total, now)
+
+    def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        """A step failed: end its sequences, give their blocks back, leave every other request alone."""
+        sequences = list(sequences)
+        alive = [seq for seq in sequences if seq.status != Status.FINISHED]
+        for seq in alive:
+            self._finish(seq, "error", error=f"{type(error).__name__}: {error}")
+        self.scheduler.commit([StepResult(seq, [], finished=True) for seq in alive])
+        for seq in sequences:
+            self.blocks.discard(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        """A committed step of a sequence that has ended meanwhile: its KV may be kept unless an earlier step failed."""
+        if seq.state.completion.finish_reason == "error":  # type: ignore[attr-defined]
+            self.blocks.discard(seq)
+        else:
+            self.blocks.commit(seq, [])
+
+    def _stalled(self) -> None:
+        """Nothing runs, nothing is in flight, yet sequences are queued: a scheduler's bug must not become a hang."""
+        message = f"{type(self.scheduler).__name__} scheduled nothing although nothing is in flight"
+        log.error(message)
+        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.scheduler.abort(seq)
+            self._finish(seq, "error", error=message)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _add_logprobs(seq: Sequence, token: int, logprob: float, top: list[tuple[int, float]]) -> None:
+        completion = seq.state.completion  # type: ignore[attr-defined]
+        if completion.logprobs is None:
+            completion.logprobs, completion.cumulative_logprob = [], 0.0
+        completion.logprobs.append({**dict(top), token: logprob})
+        completion.cumulative_logprob += logprob
+
+    # ---------------------------------------------------------------- reporting
+
+    def _report(self) -> list[RequestOutput]:
+        if not self._dirty:
+            return []
+        dirty, self._dirty = self._dirty, {}
+        reports = []
+        for request in dirty.values():
+            if request.stream:
+                outputs = [delta for seq in request.sequences if (delta := self._delta(seq)) is not None]
+            elif not request.unfinished:
+                outputs = [seq.state.completion for seq in request.sequences]  # type: ignore[attr-defined]
+            else:
+                continue
+            reports.append(
+                RequestOutput(
+                    request_id=request.id,
+                    prompt=request.prompt,
+                    prompt_token_ids=request.prompt_token_ids,
+                    outputs=outputs,
+                    finished=not request.unfinished,
+                    num_cached_tokens=max(request.sequences[0].num_cached_tokens, 0),
+                    metrics=request.metrics,
+                )
+            )
+        return reports
+
+    @staticmethod
+    def _delta(seq: Sequence) -> CompletionOutput | None:
+        """What a streaming sequence has to say since the last report; None if nothing."""
+        output: _Output = seq.state  # type: ignore[assignment]
+        done, start = output.completion, output.num_reported
+        known = seq.num_output_tokens
+        if output.end_reported or (known == start and done.finish_reason is None):
+            return None
+        delta = CompletionOutput(
+            index=seq.index,
+            text="".join(output.delta),
+            token_ids=seq.token_ids[seq.num_prompt_tokens + start :],
+            logprobs=None if done.logprobs is None else done.logprobs[start:],
+            cumulative_logprob=done.cumulative_logprob,
+            finish_reason=done.finish_reason,
+            stop_reason=done.stop_reason,
+            error=done.error,
+        )
+        output.delta = []
+        output.num_reported = known
+        output.end_reported = done.finish_reason is not None
+        return delta
+
+    def _observe_step(self, schedule: Schedule, now: float) -> None:
+        num_prefill_tokens = sum(n for _, n in schedule.prefill)
+        for observer in list(self.observers):
+            self._notify(observer, "step", len(schedule.decode), num_prefill_tokens, self.blocks.num_free, now)
+
+    def _notify(self, observer: Observer, event: str, *args: object) -> None:
+        try:
+            getattr(observer, event)(*args)
+        except Exception:
+            log.exception("observer %s failed in %s and is dropped", type(observer).__name__, event)
+            self.observers.remove(observer)
+
+    def stats(self) -> EngineStats:
+        blocks = self.blocks
+        return EngineStats(
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free,
+            prefix_queries=blocks.prefix_queries,
+            prefix_hits=blocks.prefix_hits,
+            cache_evictions=blocks.cache_evictions,
+            preemptions=self.scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            steps=self._steps,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            requests_finished=self._finished,
+            requests_aborted=self._aborted,
+        )
+
+    def close(self) -> None:
+        """End every request and give all device memory back. Idempotent."""
+        if self._closed:
+            return
+        for request_id in list(self.requests):
+            self.abort(request_id)
+        self._commit_in_flight()
+        self._closed = True
+        self.runner.close()

@@ -1,0 +1,169 @@
+"""Runs one step on the device: batch → model → sampler, and starts the one copy back.
+
+The runner never sees a queue. ``launch`` returns at once on a GPU; ``InFlight.wait`` is the only place that blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from nanoserve.contracts.kvcache import KVCacheFormat
+from nanoserve.contracts.policy import SelectionShape
+from nanoserve.contracts.scheduling import Schedule
+from nanoserve.engine.attention import AttentionStep
+from nanoserve.engine.batch import Batch, BatchBuilder
+from nanoserve.engine.sampler import Sampler, SamplerOutput
+from nanoserve.engine.selection import AttentionSelector
+from nanoserve.engine.sequence import Sequence
+from nanoserve.models.qwen3 import Qwen3ForCausalLM
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """Host results of a step, aligned with ``InFlight.sampled``. A token id < 0 marks a row whose logits were not finite.
+
+    logprobs: chosen logprob per row; top: per row the (token id, logprob) pairs of the most likely tokens.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    top: list[list[tuple[int, float]]] | None = None
+
+
+class InFlight(Protocol):
+    """A launched step. sampled: sequences that get a token; chunks: those whose prompt goes on."""
+
+    sampled: list[Sequence]
+    chunks: list[Sequence]
+
+    def wait(self) -> SampledTokens:
+        """Block until the step's tokens are on the host."""
+        ...
+
+
+class Runner(Protocol):
+    """What the engine needs of a runner; tests and benchmarks bring their own."""
+
+    def launch(self, schedule: Schedule) -> InFlight: ...
+
+    def close(self) -> None: ...
+
+
+class _Launched:
+    def __init__(self, batch: Batch, output: SamplerOutput | None) -> None:
+        self.sampled = batch.sampled
+        self.chunks = batch.chunks
+        self._tokens = self._logprobs = self._done = None
+        if output is not None:
+            self._tokens = self._start_copy(output.token_ids)
+            if output.logprobs is not None:
+                self._logprobs = [self._start_copy(t) for t in output.logprobs]
+        if batch.positions.is_cuda:
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    @staticmethod
+    def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def wait(self) -> SampledTokens:
+        if self._done is not None:
+            self._done.synchronize()
+        token_ids = [] if self._tokens is None else self._tokens.tolist()
+        if self._logprobs is None:
+            return SampledTokens(token_ids)
+        chosen, top_ids, top_values = (t.tolist() for t in self._logprobs)
+        top = [list(zip(ids, values, strict=True)) for ids, values in zip(top_ids, top_values, strict=True)]
+        return SampledTokens(token_ids, chosen, top)
+
+
+class ModelRunner:
+    """The runner of a real model on one device."""
+
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        kv: KVCacheFormat,
+        selector: AttentionSelector,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        num_q_heads: int,
+        compute_capability: tuple[int, int] | None,
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self.selector = selector
+        self.builder = builder
+        self.sampler = sampler
+        self.num_q_heads = num_q_heads
+        self.compute_capability = compute_capability
+        self.device = kv.shape.device
+        self.last_tokens = torch.zeros(0, dtype=torch.int32, device=self.device)  # by table row
+
+    @torch.inference_mode()
+    def launch(self, schedule: Schedule) -> InFlight:
+        for seq in self.builder.blocks.take_new_rows():
+            self.sampler.set_row(seq.table_row, seq.params, seq.seed, seq)
+        batch = self.builder.build(schedule)
+        plan = self.sampler.prepare(batch.sampled_rows_cpu, batch.sample_positions_cpu, batch.sampled)
+        if self.builder.blocks.num_rows > len(self.last_tokens):
+            grown = torch.zeros(2 * self.builder.blocks.num_rows, dtype=torch.int32, device=self.device)
+            grown[: len(self.last_tokens)] = self.last_tokens
+            self.last_tokens = grown
+        if batch.num_decode:
+            # Decoding sequences feed on what was sampled last, on the device: the host may not know the value yet.
+            rows = batch.sampled_rows[: batch.num_decode]
+            batch.input_ids[: batch.num_decode] = self.last_tokens.index_select(0, rows)
+        hidden = self.model.forward(batch.input_ids, self._attention_step(batch))
+        if not batch.sampled:  # unfinished chunks only
+            return _Launched(batch, None)
+        if batch.logits_index is not None:
+            hidden = hidden.index_select(0, batch.logits_index)
+        output = self.sampler(self.model.compute_logits(hidden), plan)
+        self.last_tokens.index_copy_(0, batch.sampled_rows.long(), output.token_ids.clamp_min(0).int())
+        return _Launched(batch, output)
+
+    def _attention_step(self, batch: Batch) -> AttentionStep:
+        prefill = decode = None
+        if batch.prefill is not None:
+            meta = batch.prefill
+            prefill = self.selector.select(
+                "prefill",
+                SelectionShape(
+                    batch=meta.num_seqs,
+                    num_tokens=meta.num_tokens,
+                    max_seqlen_q=meta.max_seqlen_q,
+                    max_context=meta.max_seqlen_k,
+                    kv_format=self.kv.name,
+                    compute_capability=self.compute_capability,
+                    has_prefix=meta.has_prefix,
+                ),
+            )
+        if batch.decode is not None:
+            decode = self.selector.select(
+                "decode",
+                SelectionShape(
+                    batch=batch.decode.num_seqs,
+                    num_tokens=batch.decode.num_seqs,
+                    max_seqlen_q=1,
+                    max_context=batch.decode.max_context_len,
+                    kv_format=self.kv.name,
+                    compute_capability=self.compute_capability,
+                    has_prefix=True,
+                ),
+            )
+        return AttentionStep(batch, self.kv, self.num_q_heads, prefill, decode)
+
+    def close(self) -> None:
+        """Give all device memory back; the runner cannot be used afterwards."""
+        self.selector.close()
+        self.kv.close()
+        del self.model, self.builder, self.sampler, self.last_tokens
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,96 @@
+"""Which attention backend runs: candidates are settled when the engine is built, the choice is made once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nanoserve.config import PluginChoice
+from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec
+from nanoserve.contracts.capabilities import PHASES, Phase, Requirements
+from nanoserve.contracts.errors import PluginError
+from nanoserve.contracts.policy import SelectionPolicy, SelectionShape
+from nanoserve.registry import Registry
+
+AUTO = "auto"
+
+
+def candidates_for(registry: Registry, choice: PluginChoice, need: Requirements) -> dict[Phase, tuple[str, ...]]:
+    """Backends that may serve each phase.
+
+    ``attention=NAME`` fixes the phases that NAME implements and leaves the other to the policy. Raises PluginError with
+    every reason, and the names that would work, when NAME cannot serve, or when nothing can.
+    """
+    found: dict[Phase, tuple[str, ...]] = {}
+    chosen: AttentionSpec | None = None if choice.name == AUTO else registry.get("attention", choice.name)
+    for phase in PHASES:
+        if chosen is not None and phase in chosen.capabilities.phases:
+            reasons = chosen.capabilities.refusals(need, phase)
+            if reasons:
+                working, _ = _accepting(registry, phase, need)
+                raise PluginError(
+                    f"attention={chosen.name} cannot run {phase} here: {'; '.join(reasons)}. "
+                    f"These would: {', '.join(working) or 'none'}"
+                )
+            found[phase] = (chosen.name,)
+            continue
+        working, refused = _accepting(registry, phase, need)
+        if not working:
+            why = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in refused.items())
+            raise PluginError(f"no attention backend can run {phase} here:\n{why}")
+        found[phase] = tuple(working)
+    return found
+
+
+def _accepting(registry: Registry, phase: Phase, need: Requirements) -> tuple[list[str], dict[str, list[str]]]:
+    working, refused = [], {}
+    for spec in registry.specs("attention"):
+        reasons = spec.capabilities.refusals(need, phase)
+        if reasons:
+            refused[spec.name] = reasons
+        else:
+            working.append(spec.name)
+    return working, refused
+
+
+class AttentionSelector:
+    """Builds a backend the first time the policy names it and remembers it."""
+
+    def __init__(
+        self,
+        candidates: dict[Phase, tuple[str, ...]],
+        policy: SelectionPolicy,
+        build: Callable[[str], AttentionBackend],
+    ) -> None:
+        self.candidates = candidates
+        self.policy = policy
+        self._build = build
+        self._built: dict[str, AttentionBackend] = {}
+
+    def select(self, phase: Phase, shape: SelectionShape) -> AttentionBackend:
+        names = self.candidates[phase]
+        name = names[0] if len(names) == 1 else self.policy.select(phase, shape, names)
+        backend = self._built.get(name)
+        if backend is None:
+            if name not in names:
+                raise PluginError(f"the policy chose attention backend {name!r} for {phase}; it may choose {names}")
+            backend = self._built[name] = self._build(name)
+        return backend
+
+    def close(self) -> None:
+        self._built.clear()
+
+
+def make_builder(
+    registry: Registry, choice: PluginChoice, context: AttentionContext
+) -> Callable[[str], AttentionBackend]:
+    """Builds backends by name; the options of ``choice`` go to the backend it names."""
+
+    def build(name: str) -> AttentionBackend:
+        spec = registry.get("attention", name)
+        options = registry.make_options("attention", spec, choice.options if name == choice.name else {})
+        backend = spec.factory(context, options)
+        if not isinstance(backend, AttentionBackend):
+            raise PluginError(f"attention {name!r}: its factory returned {type(backend).__name__}, not AttentionBackend")
+        return backend
+
+    return build

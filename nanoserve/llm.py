@@ -1,0 +1,194 @@
+"""The offline API: ``LLM(...)`` composes an engine from plugins and runs prompts to their end. Hydra is not involved."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from nanoserve.config import EngineConfig
+from nanoserve.contracts.errors import RequestError
+from nanoserve.engine.build import build_engine
+from nanoserve.engine.engine import Engine
+from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.registry import Registry
+from nanoserve.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+
+
+class LLM:
+    """A model and the engine that serves it. Use it as a context manager, or call ``close``.
+
+    Keywords are those of :meth:`nanoserve.config.EngineConfig.from_kwargs`: ``model`` (a folder, a hub id or the name
+    of a model config), the plugins ``attention``, ``kv``, ``scheduler``, ``policy`` (a name, or ``{"name": …, option:
+    …}``), and the engine's options. An unknown keyword raises ConfigError. One thread at a time may use an LLM.
+
+    >>> with LLM(model="tiny", kv="int8") as llm:
+    ...     print(llm.generate("import json\\n", SamplingParams(max_tokens=32))[0].text)
+    """
+
+    def __init__(self, model: str = "tiny", *, registry: Registry | None = None, **options: Any) -> None:
+        self._start(EngineConfig.from_kwargs(model=model, **options), registry)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, registry: Registry | None = None) -> LLM:
+        """An LLM from a ready configuration, as the command line builds it."""
+        llm = cls.__new__(cls)
+        llm._start(config, registry)
+        return llm
+
+    def _start(self, config: EngineConfig, registry: Registry | None) -> None:
+        self.config = config
+        self.engine: Engine = build_engine(config, registry)
+        self.tokenizer = self.engine.tokenizer
+        self._ids = itertools.count()
+        self._inbox: dict[str, deque[RequestOutput]] = {}
+
+    def generate(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Run prompts (texts or token ids) to their end; results in the order of the prompts.
+
+        params: one for all, or one per prompt; default ``SamplingParams()``. progress: a bar on standard error.
+        A prompt that can never run raises RequestError (CapacityError if it does not fit), naming its position, before
+        anything has been started.
+        """
+        tokenized = [self._tokenize(p) for p in self._as_list(prompts)]
+        per_prompt = self._params_for(params, len(tokenized))
+        for i, ((_, ids), p) in enumerate(zip(tokenized, per_prompt, strict=True)):
+            try:
+                self.engine.check(ids, p)
+            except RequestError as error:
+                raise type(error)(f"prompt {i}: {error}" if len(tokenized) > 1 else str(error)) from None
+        started: list[str] = []
+        try:
+            for (text, ids), p in zip(tokenized, per_prompt, strict=True):
+                started.append(self._add(ids, p, prompt=text))
+            results = {}
+            with _bar(len(started), enabled=progress) as bar:
+                while len(results) < len(started):
+                    self._step()
+                    for request_id in started:
+                        if request_id not in results and self._inbox[request_id]:
+                            results[request_id] = self._inbox[request_id].popleft()
+                            bar.update()
+            return [results[request_id] for request_id in started]
+        finally:
+            for request_id in started:
+                self._forget(request_id)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yield deltas as they come: text and token ids that are new since the last one, for each of ``n`` outputs.
+
+        The concatenated deltas are exactly what ``generate`` returns. Leaving the loop aborts the request. The request
+        is checked and queued at once, so errors are raised here and not at the first ``next``.
+        """
+        text, ids = self._tokenize(prompt)
+        request_id = self._add(ids, params or SamplingParams(), prompt=text, stream=True)
+        return self._deltas(request_id)
+
+    def _deltas(self, request_id: str) -> Iterator[RequestOutput]:
+        try:
+            while True:
+                while not self._inbox[request_id]:
+                    self._step()
+                output = self._inbox[request_id].popleft()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._forget(request_id)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several, through the checkpoint's chat template (``enable_thinking=False`` …)."""
+        one = not messages or isinstance(messages[0], dict)
+        conversations: list[Any] = [messages] if one else messages
+        return self.generate([self.render_chat(c, **template_kwargs) for c in conversations], params)
+
+    def render_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
+        """Token ids of a conversation with the generation prompt; hand them to ``generate`` or ``stream``."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so it cannot chat; give token ids to generate()")
+        return self.tokenizer.render_chat(messages, **template_kwargs)
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise RequestError if this request could never run; nothing is started."""
+        self.engine.check(self._tokenize(prompt)[1], params)
+
+    def stats(self) -> EngineStats:
+        """Counters since start-up and gauges of this moment."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Give all memory back. Idempotent."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- helpers
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this model has no tokenizer; give token ids")
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, list):
+            return None, prompt
+        raise RequestError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}")
+
+    @staticmethod
+    def _as_list(prompts: Any) -> list[Any]:
+        if isinstance(prompts, str):
+            return [prompts]
+        if not isinstance(prompts, list):
+            raise RequestError(f"prompts are a string, a list of strings or lists of ids, not {type(prompts).__name__}")
+        return [prompts] if prompts and all(type(p) is int for p in prompts) else prompts
+
+    @staticmethod
+    def _params_for(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one for each")
+        return params
+
+    def _add(self, ids: list[int], params: SamplingParams, *, prompt: str | None, stream: bool = False) -> str:
+        request_id = f"llm-{next(self._ids)}"
+        self.engine.add_request(request_id, ids, params, prompt=prompt, stream=stream)
+        self._inbox[request_id] = deque()
+        return request_id
+
+    def _step(self) -> None:
+        """One engine step; its reports go to whoever waits for them (several streams may be open)."""
+        for output in self.engine.step():
+            inbox = self._inbox.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
+
+    def _forget(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self._inbox.pop(request_id, None)
+
+
+def _bar(total: int, *, enabled: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="request", disable=not enabled)

@@ -1,0 +1,350 @@
+"""From a name to a plugin, and every error a person can meet when a plugin is wrong.
+
+Discovery is our own loop over ``importlib.metadata``: pluggy's loader lets one broken package kill the host and skips a
+second plugin of the same name in silence. Here each entry point is imported alone, under its own pluggy manager, so a
+fault belongs to a plugin and a distribution that a message can name, and everything else goes on working.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, distributions, entry_points
+from typing import Any
+
+import pluggy
+
+from nanoserve import hookspecs
+from nanoserve.config import build, did_you_mean
+from nanoserve.contracts.capabilities import Capabilities
+from nanoserve.contracts.errors import PluginError
+
+
+class PluginWarning(UserWarning):
+    """A plugin is broken or ambiguous; the rest works. ``NANOSERVE_STRICT_PLUGINS=1`` makes it an error."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of component: its folder in ``conf/``, and where its spec class and the class of its product live."""
+
+    group: str
+    module: str
+    spec: str
+    product: str
+
+
+KINDS = {
+    "attention": Kind("attention", "nanoserve.contracts.attention", "AttentionSpec", "AttentionBackend"),
+    "kvcache": Kind("kv", "nanoserve.contracts.kvcache", "KVCacheSpec", "KVCacheFormat"),
+    "scheduler": Kind("scheduler", "nanoserve.contracts.scheduling", "SchedulerSpec", "Scheduler"),
+    "policy": Kind("policy", "nanoserve.contracts.policy", "PolicySpec", "SelectionPolicy"),
+}
+OWN_DISTRIBUTION = "nanoserve"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a plugin comes from."""
+
+    entry_point: str
+    distribution: str
+    version: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.entry_point!r} of distribution {' '.join((self.distribution, self.version)).rstrip()}"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A component as a plugin registered it."""
+
+    kind: str
+    spec: Any
+    source: Source
+
+
+@dataclass(frozen=True)
+class BrokenPlugin:
+    """A plugin that could not be used, and why."""
+
+    source: Source
+    error: BaseException
+
+    def __str__(self) -> str:
+        reason = " ".join(str(self.error).split())
+        return f"plugin {self.source} does not work: {type(self.error).__name__}: {reason}"
+
+
+class Registry:
+    """The plugins of one engine. Make a fresh one per engine and per test: :meth:`discover`.
+
+    An entry point ``KIND.NAME`` is imported when that name is asked for; any other name is imported here and now.
+
+    entry_points: what to load. extra: modules or objects with hook implementations, registered as if installed.
+    disable: entry points to skip, as ``NAME`` or ``NAME@DISTRIBUTION``. strict: a warning becomes a PluginError.
+    """
+
+    def __init__(
+        self,
+        entry_points: Iterable[EntryPoint] = (),
+        *,
+        extra: Iterable[object] = (),
+        disable: Iterable[str] = (),
+        strict: bool = False,
+    ) -> None:
+        self.broken: list[BrokenPlugin] = []
+        self.strict = strict
+        self._disabled: set[str] = set()
+        self._plugins: list[tuple[Source, object, pluggy.PluginManager]] = []
+        self._registered: list[Registration] = []
+        self._lazy: list[tuple[Source, EntryPoint]] = []
+        self._warned: set[str] = set()
+        disable = set(disable)
+        eager = []
+        # What ships with nanoserve comes first, so that in a list it is the one that is kept.
+        for entry_point in sorted(entry_points, key=lambda e: _source(e).distribution != OWN_DISTRIBUTION):
+            source = _source(entry_point)
+            if disable & {source.entry_point, f"{source.entry_point}@{source.distribution}"}:
+                self._disabled.add(source.entry_point)
+            elif _promise(source.entry_point):
+                self._lazy.append((source, entry_point))
+            else:
+                eager.append((source, entry_point))
+        for source, entry_point in eager:
+            self._load(source, entry_point)
+        for plugin in extra:
+            self._try(Source(getattr(plugin, "__name__", type(plugin).__name__), "(inline)"), lambda p=plugin: p)  # type: ignore[misc]
+        if strict:
+            for kind in KINDS:
+                self.registrations(kind)
+
+    @classmethod
+    def discover(
+        cls,
+        disable: Iterable[str] = (),
+        paths: Sequence[str] | None = None,
+        *,
+        extra: Iterable[object] = (),
+        strict: bool | None = None,
+    ) -> Registry:
+        """All installed plugins. paths: where to look for distributions (default: ``sys.path``).
+
+        The environment adds to the arguments: ``NANOSERVE_DISABLE_PLUGINS=a,b`` and ``NANOSERVE_STRICT_PLUGINS=1``.
+        """
+        if paths is None:
+            found: Iterable[EntryPoint] = entry_points(group=hookspecs.GROUP)
+        else:
+            found = (e for d in distributions(path=list(paths)) for e in d.entry_points if e.group == hookspecs.GROUP)
+        blocked = os.environ.get("NANOSERVE_DISABLE_PLUGINS", "").split(",")
+        if strict is None:
+            strict = os.environ.get("NANOSERVE_STRICT_PLUGINS", "") not in ("", "0")
+        return cls(found, extra=extra, disable={*disable, *(name.strip() for name in blocked)} - {""}, strict=strict)
+
+    # --- questions ---------------------------------------------------------------------------------------------
+
+    def get(self, kind: str, name: str) -> Any:
+        """The spec of a component. Raises PluginError: unknown, broken, disabled, or claimed by two distributions."""
+        self._load_promised(kind, name)
+        found = self._find(kind, name)
+        if len(found) > 1:
+            raise PluginError(self._clash(found))
+        if not found:
+            raise self.unknown(kind, name, self.names(kind))
+        return found[0].spec
+
+    def names(self, kind: str) -> list[str]:
+        """Names that can be chosen, sorted. Imports nothing; a plugin not yet imported may still turn out broken."""
+        promised = {
+            promise[1] for source, _ in self._lazy if (promise := _promise(source.entry_point)) and promise[0] == kind
+        }
+        return sorted(promised | {r.spec.name for r in self._registered if r.kind == kind})
+
+    def specs(self, kind: str) -> list[Any]:
+        """All working specs of a kind, sorted by name. Imports their plugins."""
+        return [registration.spec for registration in self.registrations(kind)]
+
+    def registrations(self, kind: str) -> list[Registration]:
+        """As :meth:`specs`, with where each comes from. Of several with one name the first is kept, with a warning."""
+        kept = []
+        for name in self.names(kind):
+            self._load_promised(kind, name)
+            found = self._find(kind, name)
+            kept += found[:1]
+            if len(found) > 1:
+                self._warn(self._clash(found) + "; the first is kept in this list")
+        return kept
+
+    def unknown(self, kind: str, name: str, known: Sequence[str]) -> PluginError:
+        """The error for a name that cannot be had: why, and what could be chosen instead."""
+        group = KINDS[kind].group
+        entry_point = f"{kind}.{name}"
+        for broken in self.broken:
+            if broken.source.entry_point == entry_point:
+                error = PluginError(f"{group}={name}: {broken}")
+                error.__cause__ = broken.error
+                return error
+        if entry_point in self._disabled:
+            return PluginError(f"{group}={name} is disabled by NANOSERVE_DISABLE_PLUGINS")
+        lost = [str(b.source) for b in self.broken if _promise(b.source.entry_point) is None]
+        hint = f"; these plugins failed to load: {', '.join(lost)}" if lost else ""
+        return PluginError(f"unknown {group} {name!r}; known are: {', '.join(known)}{did_you_mean(name, known)}{hint}")
+
+    def make_options(self, kind: str, spec: Any, options: Mapping[str, Any]) -> Any:
+        """An instance of ``spec.config``. Raises ConfigError that names the key, as the command line spells it."""
+        return build(spec.config, options, KINDS[kind].group, owner=f"{KINDS[kind].group}={spec.name}")
+
+    def observers(self, engine_info: Any) -> list[Any]:
+        """One observer per plugin that wants one. A hook that fails costs a warning, never the engine."""
+        from nanoserve.contracts.observer import Observer
+
+        observers = []
+        for source, _, manager in self._plugins:
+            for observer in self._call(source, lambda m=manager: m.hook.nanoserve_observer(engine_info=engine_info)):  # type: ignore[misc]
+                if isinstance(observer, Observer):
+                    observers.append(observer)
+                else:
+                    self._warn(f"plugin {source}: nanoserve_observer returned {observer!r}, which is no Observer")
+        return observers
+
+    def config_paths(self) -> list[str]:
+        """Hydra search paths of third-party plugins, whose modules this imports (ours are in ``nanoserve.conf``)."""
+        for source, entry_point in [item for item in self._lazy if item[0].distribution != OWN_DISTRIBUTION]:
+            self._load(source, entry_point)
+        paths: list[str] = []
+        for source, _, manager in self._plugins:
+            for answer in self._call(source, manager.hook.nanoserve_config_paths):
+                if isinstance(answer, (list, tuple)) and all(isinstance(path, str) for path in answer):
+                    paths += [path for path in answer if path not in paths]
+                else:
+                    self._warn(f"plugin {source}: nanoserve_config_paths returned {answer!r}, not a list of strings")
+        return paths
+
+    # --- loading -----------------------------------------------------------------------------------------------
+
+    def _load_promised(self, kind: str, name: str) -> None:
+        if kind not in KINDS:
+            raise PluginError(f"unknown kind {kind!r}; there are: {', '.join(KINDS)}")
+        for source, entry_point in [item for item in self._lazy if item[0].entry_point == f"{kind}.{name}"]:
+            self._load(source, entry_point)
+
+    def _load(self, source: Source, entry_point: EntryPoint) -> None:
+        promised = {s.entry_point for s, e in self._lazy if e.value == entry_point.value}
+        promised |= {s.entry_point for s, *_ in self._plugins}
+        self._lazy = [item for item in self._lazy if item[1] is not entry_point]
+        self._try(source, entry_point.load, promised if _promise(source.entry_point) else None)
+
+    def _try(self, source: Source, load: Callable[[], object], promised: set[str] | None = None) -> None:
+        try:
+            self._register(source, load(), promised)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin that calls sys.exit at import must not end the host
+            broken = BrokenPlugin(source, error)
+            self.broken.append(broken)
+            self._warn(str(broken), error)
+
+    def _register(self, source: Source, plugin: object, promised: set[str] | None) -> None:
+        new: list[Registration] = []
+        if not any(plugin is known for _, known, _ in self._plugins):  # one object through two channels is benign
+            manager = pluggy.PluginManager(hookspecs.GROUP)
+            manager.add_hookspecs(hookspecs)
+            manager.register(plugin, source.entry_point)
+            try:
+                manager.check_pending()
+            except pluggy.PluginValidationError as error:
+                self._warn(f"plugin {source}: {error}{self._nearest_hook(manager)}")
+            if not manager.get_hookcallers(plugin):
+                raise PluginError("it has no function marked with nanoserve.hookspecs.hookimpl")
+            for kind in KINDS:
+                hook = getattr(manager.hook, f"nanoserve_{kind}")
+                hook(
+                    register=lambda spec, kind=kind: new.append(
+                        Registration(kind, _checked(kind, spec, source), source)
+                    )
+                )
+            if promised is not None:
+                for registration in new:
+                    name = f"{registration.kind}.{registration.spec.name}"
+                    if name not in promised:
+                        raise PluginError(f"it also registers {name}, which no entry point of that name announces")
+            self._plugins.append((source, plugin, manager))
+            self._registered += new
+        promise = _promise(source.entry_point)
+        if promise and not self._find(*promise):
+            raise PluginError(f"it does not register {promise[0]} {promise[1]!r}, which its entry point promises")
+
+    def _call(self, source: Source, hook: Callable[[], list[Any]]) -> list[Any]:
+        try:
+            return hook()
+        except Exception as error:
+            self._warn(f"plugin {source}: {type(error).__name__}: {error}", error)
+            return []
+
+    def _find(self, kind: str, name: str) -> list[Registration]:
+        return [r for r in self._registered if r.kind == kind and r.spec.name == name]
+
+    def _clash(self, found: Sequence[Registration]) -> str:
+        sources = [r.source for r in found]
+        kind, name = found[0].kind, found[0].spec.name
+        remedy = f"NANOSERVE_DISABLE_PLUGINS={sources[-1].entry_point}@{sources[-1].distribution}"
+        return f"{kind} {name!r} is registered by {' and by '.join(map(str, sources))}; uninstall one, or set {remedy}"
+
+    @staticmethod
+    def _nearest_hook(manager: pluggy.PluginManager) -> str:
+        hooks = vars(manager.hook)
+        known = [name for name, hook in hooks.items() if not name.startswith("_") and hook.has_spec()]
+        pending = [name for name, hook in hooks.items() if not name.startswith("_") and not hook.has_spec()]
+        return did_you_mean(pending[0], known)
+
+    def _warn(self, message: str, cause: BaseException | None = None) -> None:
+        if self.strict:
+            raise PluginError(message) from cause
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, PluginWarning, stacklevel=2)
+
+
+def _source(entry_point: EntryPoint) -> Source:
+    dist = entry_point.dist
+    return Source(entry_point.name, "(unknown)") if dist is None else Source(entry_point.name, dist.name, dist.version)
+
+
+def _promise(entry_point: str) -> tuple[str, str] | None:
+    """(kind, name) that an entry point ``KIND.NAME`` promises; None for any other name."""
+    kind, _, name = entry_point.partition(".")
+    return (kind, name) if kind in KINDS and name else None
+
+
+def _checked(kind: str, spec: Any, source: Source) -> Any:
+    """``spec`` with a factory whose product is checked. Raises PluginError when the spec itself is malformed."""
+    contract = importlib.import_module(KINDS[kind].module)
+    spec_class, product_class = getattr(contract, KINDS[kind].spec), getattr(contract, KINDS[kind].product)
+    if not isinstance(spec, spec_class):
+        raise PluginError(f"nanoserve_{kind} registered {spec!r}; an {KINDS[kind].spec} is expected")
+    if not isinstance(spec.name, str) or not re.fullmatch(r"\w[\w-]*", spec.name):
+        raise PluginError(f"{kind} name {spec.name!r} must be letters, digits, '_' and '-'")
+    if not (isinstance(spec.config, type) and dataclasses.is_dataclass(spec.config)):
+        raise PluginError(f"{kind} {spec.name!r}: config must be a dataclass, not {spec.config!r}")
+    for f in dataclasses.fields(spec.config):
+        if f.init and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise PluginError(f"{kind} {spec.name!r}: option {f.name!r} of {spec.config.__name__} has no default")
+    if not isinstance(getattr(spec, "capabilities", Capabilities()), Capabilities):
+        raise PluginError(f"{kind} {spec.name!r}: capabilities must be a Capabilities, not {spec.capabilities!r}")
+    make = spec.factory
+
+    def factory(*arguments: Any) -> Any:
+        product = make(*arguments)
+        if not isinstance(product, product_class):
+            raise PluginError(
+                f"{kind} {spec.name!r} ({source}): its factory returned {type(product).__name__}, "
+                f"not a {KINDS[kind].product}"
+            )
+        return product
+
+    return dataclasses.replace(spec, factory=factory)

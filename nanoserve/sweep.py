@@ -1,0 +1,120 @@
+"""What a multirun adds: every job leaves its outcome in its own folder, and one table at the end compares them.
+
+The outcome travels through a file because a launcher may run jobs in other processes or on other machines. A failed
+job is a row with its reason; it stops no other job and makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+FILE = "result.json"
+MAX_CELL = 48  # characters
+FILE_WIDTH = 240  # characters: a table that goes into a file or a pipe is not squeezed
+
+
+def running() -> bool:
+    """Whether this job is one of a multirun."""
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def announce() -> None:
+    """Say on standard error which job begins."""
+    hydra = HydraConfig.get()
+    words = " ".join(_short(f"{key}={value}") for key, value in _overrides(list(hydra.overrides.task)).items())
+    print(f"--- job {hydra.job.num}: {words}", file=sys.stderr)
+
+
+def record(figures: dict[str, Any] | None = None, error: str | None = None, traceback: str | None = None) -> None:
+    """Write the outcome of the current job into its folder."""
+    hydra = HydraConfig.get()
+    outcome = {
+        "job": hydra.job.num,
+        "overrides": _overrides(list(hydra.overrides.task)),
+        "figures": figures or {},
+        "error": error,
+        "traceback": traceback,
+    }
+    file = Path(hydra.runtime.output_dir) / FILE
+    file.write_text(json.dumps(outcome, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+class SweepTable(Callback):
+    """The Hydra callback (``hydra.callbacks`` in ``conf/config.yaml``) that ends a multirun."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self.started = time.time()
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print the table. Raises SystemExit(1) if a job failed: Hydra passes nothing else out of a callback."""
+        folder = Path(config.hydra.sweep.dir)
+        outcomes = [
+            json.loads(file.read_text(encoding="utf-8"))
+            for file in folder.rglob(FILE)
+            if file.stat().st_mtime >= self.started - 1  # a folder that is used again holds older results
+        ]
+        outcomes.sort(key=lambda outcome: outcome["job"])
+        print_table(table(outcomes))
+        failed = [outcome for outcome in outcomes if outcome["error"]]
+        for outcome in failed:
+            words = " ".join(f"{key}={value}" for key, value in _swept(outcomes, outcome).items())
+            print(f"nanoserve: job {outcome['job']} failed ({words}): {outcome['error']}", file=sys.stderr)
+        if failed:
+            raise SystemExit(1)
+
+
+def print_table(grid: Table) -> None:
+    """To standard output, as wide as the terminal, or as wide as it wants to be when there is none."""
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(grid)
+
+
+def table(outcomes: list[dict[str, Any]]) -> Table:
+    """One row per job: the overrides that differ between jobs, the figures, and why it failed."""
+    keys = list(_swept(outcomes, outcomes[0])) if outcomes else []
+    columns = list(dict.fromkeys(name for outcome in outcomes for name in outcome["figures"]))
+    if any(outcome["error"] for outcome in outcomes):
+        columns.append("error")
+    grid = Table("job", *keys, *columns, title=f"{len(outcomes)} jobs", title_justify="left")
+    for outcome in outcomes:
+        values = {**outcome["figures"], "error": outcome["error"]}
+        cells = [outcome["overrides"].get(key) for key in keys] + [values.get(column) for column in columns]
+        grid.add_row(str(outcome["job"]), *(_cell(cell) for cell in cells))
+    return grid
+
+
+def _swept(outcomes: list[dict[str, Any]], outcome: dict[str, Any]) -> dict[str, Any]:
+    """The overrides of one job that are not the same in all jobs; all of them if there is one job only."""
+    overrides: dict[str, Any] = outcome["overrides"]
+    if len(outcomes) == 1:
+        return overrides
+    return {k: v for k, v in overrides.items() if any(o["overrides"].get(k) != v for o in outcomes)}
+
+
+def _overrides(lines: list[str]) -> dict[str, str]:
+    """``{key: value as typed}`` of Hydra's override strings."""
+    parsed = OverridesParser.create().parse_overrides(lines)
+    return {o.key_or_group: str(o.value()) for o in parsed}
+
+
+def _short(text: str) -> str:
+    return shlex.quote(text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    text = "".join(c if c.isprintable() else "·" for c in " ".join(str(value).split()))
+    return text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…"

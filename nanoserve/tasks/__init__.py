@@ -1,0 +1,60 @@
+"""What ``task=NAME`` runs: one module per task, imported when it is chosen.
+
+A task module has a dataclass ``Options`` (its own top-level keys, listed in ``conf/task/NAME.yaml``) and
+``run(job) -> dict``: it does the work and returns the figures that a sweep shows in its table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nanoserve.config import PLUGIN_GROUPS, EngineConfig, build, group_names
+from nanoserve.contracts.errors import ConfigError
+from nanoserve.registry import Registry
+
+if TYPE_CHECKING:
+    from nanoserve.llm import LLM
+    from nanoserve.sampling_params import SamplingParams
+
+SECTIONS = ("model", *PLUGIN_GROUPS, "engine", "sampling")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A validated configuration. options: an instance of the task's ``Options``."""
+
+    options: Any
+    config: EngineConfig
+    sampling: SamplingParams
+    registry: Registry
+
+    def llm(self) -> LLM:
+        """The configured engine; the task closes it, since the next job of a sweep needs its memory."""
+        from nanoserve.llm import LLM
+
+        return LLM.from_config(self.config, self.registry)
+
+
+def run_task(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a composed configuration, run its task, return the figures. Raises NanoserveError."""
+    from nanoserve.sampling_params import SamplingParams
+
+    own = dict(values)
+    name = own.pop("task", None)
+    if name not in group_names("task"):
+        raise ConfigError(f"task: {name!r} is not one of {', '.join(group_names('task'))}")
+    sections = {key: own.pop(key) for key in SECTIONS if key in own}
+    if missing := [key for key in SECTIONS if key not in sections]:
+        raise ConfigError(f"{missing[0]}: this group is required")
+    module = importlib.import_module(f"nanoserve.tasks.{name}")
+    job = Job(
+        options=build(module.Options, own, "", owner=f"task={name}"),
+        config=EngineConfig.from_mapping(sections),
+        sampling=build(SamplingParams, sections["sampling"], "sampling"),
+        registry=Registry.discover(),
+    )
+    figures: dict[str, Any] = module.run(job)
+    return figures

@@ -1,0 +1,350 @@
+"""Building blocks of the Triton decode kernels: reading the paged cache, attending to a range of tokens, splitting work.
+
+Caches are in the built-in layout, contiguous: K and V ``[num_blocks, kv_heads, block_size, head_dim]``, scales
+``[num_blocks, kv_heads, block_size]`` fp16. Seen as rows of ``head_dim``, a token is row
+``(block * kv_heads + kv_head) * block_size + position % block_size``; rows are 64-bit, because pools exceed 2^31 elements.
+
+Softmax runs in base 2 (``qk_scale`` = scale · log2 e) and online (Milakov and Gimelshein, 2018). Partial results of a
+split context are merged by their log-sum-exp (FlashDecoding, Dao et al., 2023).
+
+INT8 scales are folded algebraically: ``score[t] = k_scale[t] · (k_int8[t] · q)`` and ``p[t] · v_scale[t]`` multiplies
+``v_int8[t]``, so the dots run on integers that fp16 holds exactly. Probabilities are shifted to at most 2^8, which the
+normaliser takes out again: ``p · v_scale`` would else fall among the subnormals of fp16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoserve.contracts.attention import AttentionContext, DecodeMetadata
+
+LOG2_E = 1.4426950408889634
+
+
+def qk_scale(context: AttentionContext) -> float:
+    return context.scale * LOG2_E
+
+
+def supports_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch: a kernel starts while the one before it drains, and waits on the device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+# -- reading the cache ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def cache_rows(block, token, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Rows of tokens (positions in their sequence) that lie in ``block`` (int32, same shape)."""
+    return (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+
+
+INT8X4_TO_FP16X4 = tl.constexpr("""{
+    .reg .b32 biased, low, high, bias;
+    xor.b32 biased, $4, 0x80808080;
+    mov.b32 bias, 0x64806480;
+    prmt.b32 low, biased, 0x64646464, 0x4140;
+    prmt.b32 high, biased, 0x64646464, 0x4342;
+    sub.f16x2 low, low, bias;
+    sub.f16x2 high, high, bias;
+    mov.b32 {$0, $1}, low;
+    mov.b32 {$2, $3}, high;
+}""")
+
+
+@triton.jit
+def unpack_int8(words, dtype: tl.constexpr, ASM: tl.constexpr):
+    """int32 words of four int8 each → four tensors of ``dtype``, lowest byte first.
+
+    ASM (fp16 only): byte ^ 0x80 under the exponent byte 0x64 is the fp16 number 1024 + 128 + value, so 1152 is
+    subtracted: 1.25 instructions a value where a conversion takes two to four.
+    """
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            INT8X4_TO_FP16X4, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1
+        )
+    else:
+        a, b = ((words << 24) >> 24).to(dtype), ((words << 16) >> 24).to(dtype)
+        c, d = ((words << 8) >> 24).to(dtype), (words >> 24).to(dtype)
+    return a, b, c, d
+
+
+# -- one KV head, its query heads, a range of tokens ------------------------------------------------------------------
+
+
+@triton.jit
+def attend_group(
+    q,
+    q_stride_head,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    block_row,
+    kv_head,
+    start,
+    end,
+    qk_scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Attend to tokens ``start … end - 1``, at least one, in tiles of N on the tensor cores.
+
+    q points at the group's first query head. M (at least 16) and D are GROUP and HEAD_DIM padded to powers of two.
+    Returns acc ``[M, D]``, the running maximum and the normaliser ``[M]`` (base 2), all fp32.
+
+    Block ids are carried from tile to tile: a load of them inside the loop would halve the pipeliner's K/V buffers.
+    """
+    dtype: tl.constexpr = tl.float16 if QUANTIZED and q.dtype.element_ty != tl.float32 else q.dtype.element_ty
+    head = tl.arange(0, M)
+    dim = tl.arange(0, D)
+    q_tile = tl.load(
+        q + head[:, None] * q_stride_head + dim[None, :],
+        mask=(head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    ).to(dtype)
+    maximum = tl.full([M], float("-inf"), tl.float32)
+    normaliser = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    token = start + tl.arange(0, N)
+    block = tl.load(block_row + token // BLOCK_SIZE, mask=token < end, other=0)
+    for _ in range(start, end, N):
+        live = token < end
+        row = cache_rows(block, token, kv_head, KV_HEADS, BLOCK_SIZE)
+        token += N
+        block = tl.load(block_row + token // BLOCK_SIZE, mask=token < end, other=0)
+        k = tl.load(
+            k_cache + row[None, :] * HEAD_DIM + dim[:, None], mask=live[None, :] & (dim < HEAD_DIM)[:, None], other=0
+        )
+        score = tl.dot(q_tile, k.to(dtype), input_precision="ieee") * qk_scale
+        if QUANTIZED:
+            score *= tl.load(k_scale + row, mask=live, other=0.0).to(tl.float32)[None, :]
+        score = tl.where(live[None, :], score, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
+        correction = tl.exp2(maximum - new_maximum)
+        p = tl.exp2(score - new_maximum[:, None])
+        maximum = new_maximum
+        normaliser = normaliser * correction + tl.sum(p, 1)
+        v = tl.load(
+            v_cache + row[:, None] * HEAD_DIM + dim[None, :], mask=live[:, None] & (dim < HEAD_DIM)[None, :], other=0
+        )
+        if QUANTIZED:
+            p *= tl.load(v_scale + row, mask=live, other=0.0).to(tl.float32)[None, :]
+        acc = tl.dot(p.to(dtype), v.to(dtype), acc * correction[:, None], input_precision="ieee")
+    return acc, maximum, normaliser
+
+
+@triton.jit
+def attend_group_words(
+    q,
+    q_stride_head,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    block_row,
+    kv_head,
+    start,
+    end,
+    qk_scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ASM: tl.constexpr,
+    M: tl.constexpr,
+    W: tl.constexpr,
+    N: tl.constexpr,
+):
+    """``attend_group`` for INT8 caches given as int32 words ``[…, head_dim / 4]``; meant for one warp.
+
+    What limits INT8 is not bytes but instructions. So values stay packed until they are used, the next tile is loaded
+    into registers as soon as this one is consumed, and tokens are the rows of both products (``K qᵀ``, ``Vᵀ pᵀ``), which
+    pads the query heads to M = 8 instead of 16. Dimension 4·i + j sits in byte j of word i: four products of a quarter
+    each. M pads GROUP (at least 8), W pads head_dim / 4 (at least 16). Returns as ``attend_group`` does, D = 4·W.
+    """
+    dtype: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16
+    WORDS: tl.constexpr = HEAD_DIM // 4
+    head = tl.arange(0, M)
+    word = tl.arange(0, W)
+    in_word = (word < WORDS)[None, :]
+    q_words = q + head[None, :] * q_stride_head + 4 * word[:, None]
+    q_mask = (head < GROUP)[None, :] & (word < WORDS)[:, None]
+    q0 = tl.load(q_words, mask=q_mask, other=0.0).to(dtype)
+    q1 = tl.load(q_words + 1, mask=q_mask, other=0.0).to(dtype)
+    q2 = tl.load(q_words + 2, mask=q_mask, other=0.0).to(dtype)
+    q3 = tl.load(q_words + 3, mask=q_mask, other=0.0).to(dtype)
+    maximum = tl.full([M], float("-inf"), tl.float32)
+    normaliser = tl.zeros([N, M], tl.float32)
+    acc0 = tl.zeros([W, M], tl.float32)
+    acc1 = tl.zeros([W, M], tl.float32)
+    acc2 = tl.zeros([W, M], tl.float32)
+    acc3 = tl.zeros([W, M], tl.float32)
+
+    token = start + tl.arange(0, N)
+    live = token < end
+    block = tl.load(block_row + token // BLOCK_SIZE, mask=live, other=0)
+    row = cache_rows(block, token, kv_head, KV_HEADS, BLOCK_SIZE)
+    block = tl.load(block_row + (token + N) // BLOCK_SIZE, mask=token + N < end, other=0)
+    k = tl.load(k_cache + row[:, None] * WORDS + word[None, :], mask=live[:, None] & in_word, other=0)
+    ks = tl.load(k_scale + row, mask=live, other=0.0)
+    v = tl.load(v_cache + row[:, None] * WORDS + word[None, :], mask=live[:, None] & in_word, other=0)
+    vs = tl.load(v_scale + row, mask=live, other=0.0)
+    for _ in range(start, end, N):
+        k0, k1, k2, k3 = unpack_int8(k, dtype, ASM)
+        score = tl.dot(k0, q0, input_precision="ieee")
+        score = tl.dot(k1, q1, score, input_precision="ieee")
+        score = tl.dot(k2, q2, score, input_precision="ieee")
+        score = tl.dot(k3, q3, score, input_precision="ieee")
+        score = tl.where(live[:, None], score * (ks.to(tl.float32) * qk_scale)[:, None], float("-inf"))
+        token += N
+        live = token < end
+        row = cache_rows(block, token, kv_head, KV_HEADS, BLOCK_SIZE)
+        block = tl.load(block_row + (token + N) // BLOCK_SIZE, mask=token + N < end, other=0)
+        k = tl.load(k_cache + row[:, None] * WORDS + word[None, :], mask=live[:, None] & in_word, other=0)
+        ks = tl.load(k_scale + row, mask=live, other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(score, 0) - 8.0)
+        correction = tl.exp2(maximum - new_maximum)[None, :]
+        p = tl.exp2(score - new_maximum[None, :])
+        maximum = new_maximum
+        normaliser = normaliser * correction + p
+        p = (p * vs.to(tl.float32)[:, None]).to(dtype)
+        v0, v1, v2, v3 = unpack_int8(v, dtype, ASM)
+        acc0 = tl.dot(tl.trans(v0), p, acc0 * correction, input_precision="ieee")
+        acc1 = tl.dot(tl.trans(v1), p, acc1 * correction, input_precision="ieee")
+        acc2 = tl.dot(tl.trans(v2), p, acc2 * correction, input_precision="ieee")
+        acc3 = tl.dot(tl.trans(v3), p, acc3 * correction, input_precision="ieee")
+        v = tl.load(v_cache + row[:, None] * WORDS + word[None, :], mask=live[:, None] & in_word, other=0)
+        vs = tl.load(v_scale + row, mask=live, other=0.0)
+    acc = tl.join(tl.join(acc0, acc1), tl.join(acc2, acc3))  # [word, head, low bit of the byte, high bit]
+    acc = tl.reshape(tl.permute(acc, (1, 0, 3, 2)), [M, 4 * W])
+    return acc, maximum, tl.sum(normaliser, 0)
+
+
+@triton.jit
+def store_heads(out, out_stride_head, values, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Write the real part of values ``[M, D]`` to the group's rows; out points at its first query head."""
+    head = tl.arange(0, values.shape[0])
+    dim = tl.arange(0, values.shape[1])
+    tl.store(
+        out + head[:, None] * out_stride_head + dim[None, :],
+        values.to(out.dtype.element_ty),
+        mask=(head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :],
+    )
+
+
+# -- splitting a batch into work items --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pieces(context_len, chunk, STEP: tl.constexpr):
+    """Steps per piece and number of pieces of contexts that are cut into even pieces of at most ``chunk`` steps."""
+    steps = tl.cdiv(context_len, STEP)
+    length = tl.cdiv(steps, tl.maximum(tl.cdiv(steps, chunk), 1))
+    return length, tl.cdiv(steps, tl.maximum(length, 1))
+
+
+@triton.jit(do_not_specialize=["batch", "target", "num_items"])
+def _plan(
+    context_lens,
+    items,
+    batch,
+    target,
+    num_items,
+    STEP: tl.constexpr,
+    MIN_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """See ``WorkList``. One program; BLOCK is batch padded to a power of two, OTHERS divides it."""
+    seq = tl.arange(0, BLOCK)
+    context_len = tl.load(context_lens + seq, mask=seq < batch, other=0)
+    total = tl.sum(tl.cdiv(context_len, STEP), 0)
+    live = tl.sum((context_len > 0).to(tl.int32), 0)
+    shares = tl.maximum(tl.maximum(target - live, 2 * live // 3), 1)
+    chunk = tl.maximum(tl.cdiv(total, shares), MIN_STEPS)
+
+    length, pieces = _pieces(context_len, chunk, STEP)
+    first = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, BLOCK, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        other_length, other_pieces = _pieces(
+            tl.load(context_lens + other, mask=other < batch, other=0), chunk, STEP
+        )
+        longer = other_length[None, :] > length[:, None]
+        tie = (other_length[None, :] == length[:, None]) & (other[None, :] < seq[:, None])
+        first += tl.sum(tl.where(longer | tie, other_pieces[None, :], 0), 1)
+    for piece in range(tl.max(pieces, 0)):
+        item = items + (first + piece) * 8
+        mine = piece < pieces
+        begin = piece * length * STEP
+        tl.store(item, seq, mask=mine)
+        tl.store(item + 1, begin, mask=mine)
+        tl.store(item + 2, tl.minimum(begin + length * STEP, context_len), mask=mine)
+        tl.store(item + 3, first, mask=mine)
+        tl.store(item + 4, pieces, mask=mine)
+    for start in range(tl.sum(pieces, 0), num_items, BLOCK):
+        idle = start + seq
+        tl.store(items + idle * 8, -1, mask=idle < num_items)
+
+
+class WorkList:
+    """A decode batch cut into work items by the device, once per step, for kernels whose grid is (kv_heads, items).
+
+    A context is cut into even pieces of whole steps (``step`` tokens each), and all pieces are about as long: the
+    batch's steps over the ``target`` items that fill the GPU once, but not less than ``min_steps``. A batch of more
+    than that keeps contexts whole unless they exceed one and a half times the mean. Longest pieces come first, so that
+    short ones fill the end. The number of items depends on the batch size alone, hence one CUDA graph serves all contexts.
+
+    items: int32 ``[num_items, 8]``: sequence (-1: nothing to do), first token, end token, first item of the
+    sequence, pieces of the sequence; three unused. partial, lse: fp32 results of pieces of split contexts,
+    ``[items, kv_heads, group, head_dim padded to a power of two]`` and ``[items, kv_heads, group]``.
+    arrived: int32 ``[max_num_seqs, kv_heads]``, pieces done; whoever does the last one merges and resets it to 0.
+    """
+
+    def __init__(self, context: AttentionContext, step: int, target: int, min_steps: int = 1) -> None:
+        self.step, self.target, self.min_steps = step, max(target, 1), min_steps
+        device, kv_heads = context.device, context.num_kv_heads
+        most = self.num_items(context.max_num_seqs)
+        partial = (most, kv_heads, context.num_q_heads // kv_heads)
+        self.items = torch.empty(most, 8, dtype=torch.int32, device=device)
+        self.partial = torch.empty(*partial, triton.next_power_of_2(context.head_dim), device=device)
+        self.lse = torch.empty(partial, device=device)
+        self.arrived = torch.zeros(context.max_num_seqs, kv_heads, dtype=torch.int32, device=device)
+
+    def num_items(self, batch: int) -> int:
+        """An upper bound of Σ ⌈steps / chunk⌉ ≤ shares + live, with shares as the plan kernel computes them."""
+        return max(self.target, batch + 2 * batch // 3 + 1)
+
+    def plan(self, meta: DecodeMetadata) -> int:
+        """Fill ``items`` on the device; returns how many there are."""
+        num_items = self.num_items(meta.num_seqs)
+        block = max(16, triton.next_power_of_2(meta.num_seqs))
+        _plan[(1,)](
+            meta.context_lens,
+            self.items,
+            meta.num_seqs,
+            self.target,
+            num_items,
+            STEP=self.step,
+            MIN_STEPS=self.min_steps,
+            BLOCK=block,
+            OTHERS=min(block, max(16, 16384 // block)),
+            num_warps=8 if block > 64 else 1,
+        )
+        return num_items

@@ -1,0 +1,275 @@
+"""Decode backend ``paged_v2_split``: ``paged_v2`` with long contexts cut into pieces that are merged in the same launch.
+
+The device cuts the batch into work items once per step (``WorkList``), so one CUDA graph serves every context, and a
+piece that ends last merges its sequence (FlashDecoding's split-K, with a counter instead of a second kernel). A context
+that is one piece writes its output directly. The portable default: any GPU from sm_80, and the interpreter.
+
+Floating caches: tiles of 64 tokens, four warps. INT8: one warp per program on packed words (``attend_group_words``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from nanoserve_plugins.attention._kernels import (
+    WorkList,
+    attend_group,
+    attend_group_words,
+    num_multiprocessors,
+    qk_scale,
+    store_heads,
+    supports_pdl,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, DecodeMetadata
+from nanoserve.contracts.capabilities import Capabilities
+from nanoserve.contracts.kvcache import LayerCache
+from nanoserve.hookspecs import hookimpl
+
+
+@dataclass(frozen=True)
+class PagedV2SplitConfig:
+    """num_splits: most pieces that a lone context is cut into; None: as many as fill the GPU."""
+
+    num_splits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_splits is not None and self.num_splits < 1:
+            raise ValueError(f"num_splits must be at least 1, not {self.num_splits}")
+
+
+class PagedV2SplitBackend(AttentionBackend):
+    def __init__(self, context: AttentionContext, options: PagedV2SplitConfig) -> None:
+        super().__init__(context, options)
+        self.qk_scale = qk_scale(context)
+        self.quantized = context.kv.name == "int8"
+        self.head_dim_padded = max(64 if self.quantized else 16, triton.next_power_of_2(context.head_dim))
+        if self.quantized:
+            self.tile, self.num_warps, programs_per_sm = 16, 1, 12
+        else:
+            self.tile, self.num_warps, programs_per_sm = 64, 4, 2
+            self.tile = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize))
+        programs = programs_per_sm * num_multiprocessors(context.device)
+        self.work = WorkList(context, step=self.tile, target=options.num_splits or programs // context.num_kv_heads)
+        self.asm = context.device.type == "cuda" and context.dtype != torch.float32
+        self.launch = {"launch_pdl": True} if supports_pdl(context.device) else {}
+
+    def plan_decode(self, meta: DecodeMetadata) -> int:
+        return self.work.plan(meta)
+
+    def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
+        context, work = self.context, self.work
+        k, v = (x.view(torch.int32) if self.quantized else x for x in (layer.k, layer.v))
+        paged_v2_split_kernel[(context.num_kv_heads, meta.plan)](
+            q,
+            k,
+            v,
+            layer.k_scale,
+            layer.v_scale,
+            meta.block_table,
+            work.items,
+            work.partial,
+            work.lse,
+            work.arrived,
+            out,
+            self.qk_scale,
+            meta.block_table.stride(0),
+            *q.stride()[:2],
+            *out.stride()[:2],
+            KV_HEADS=context.num_kv_heads,
+            GROUP=context.num_q_heads // context.num_kv_heads,
+            HEAD_DIM=context.head_dim,
+            BLOCK_SIZE=context.block_size,
+            QUANTIZED=self.quantized,
+            ASM=self.asm,
+            PDL=bool(self.launch),
+            M=8 if self.quantized and context.num_q_heads <= 8 * context.num_kv_heads else 16,
+            D=self.head_dim_padded,
+            N=self.tile,
+            num_warps=self.num_warps,
+            num_stages=3,
+            **self.launch,
+        )
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def paged_v2_split_kernel(
+    q,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    block_table,
+    items,
+    partial,
+    lse,
+    arrived,
+    out,
+    qk_scale,
+    table_stride,
+    q_stride_token,
+    q_stride_head,
+    out_stride_token,
+    out_stride_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+):
+    """q, out ``[num_seqs, q_heads, head_dim]``; grid (kv_heads, items). Scratch as ``WorkList`` describes it.
+
+    QUANTIZED: the caches are int32 words. Their row of D / 4 words pads HEAD_DIM / 4 to 16 or more.
+    """
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq = tl.load(items + item * 8)
+    start = tl.load(items + item * 8 + 1)
+    end = tl.load(items + item * 8 + 2)
+    first = tl.load(items + item * 8 + 3)
+    pieces = tl.load(items + item * 8 + 4)
+    if seq < 0:
+        return
+    q_group = q + seq.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
+    out_group = out + seq.to(tl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
+    block_row = block_table + seq.to(tl.int64) * table_stride
+    if QUANTIZED:
+        acc, maximum, normaliser = attend_group_words(
+            q_group,
+            q_stride_head,
+            k_cache,
+            v_cache,
+            k_scale,
+            v_scale,
+            block_row,
+            kv_head,
+            start,
+            end,
+            qk_scale,
+            KV_HEADS,
+            GROUP,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            ASM,
+            M,
+            D // 4,
+            N,
+        )
+    else:
+        acc, maximum, normaliser = attend_group(
+            q_group,
+            q_stride_head,
+            k_cache,
+            v_cache,
+            k_scale,
+            v_scale,
+            block_row,
+            kv_head,
+            start,
+            end,
+            qk_scale,
+            KV_HEADS,
+            GROUP,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            False,
+            M,
+            D,
+            N,
+        )
+    acc = acc / normaliser[:, None]
+    if pieces == 1:
+        store_heads(out_group, out_stride_head, acc, GROUP, HEAD_DIM)
+        return
+
+    head = tl.arange(0, M)
+    row = (item * KV_HEADS + kv_head) * GROUP
+    store_heads(partial + row.to(tl.int64) * D, D, acc, GROUP, D)
+    tl.store(lse + row + head, maximum + tl.log2(normaliser), mask=head < GROUP)
+    tl.debug_barrier()  # every thread's partial result is written before one of them announces it
+    done = tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel")
+    if done == pieces - 1:
+        tl.store(arrived + seq * KV_HEADS + kv_head, 0)
+        merge_pieces(partial, lse, out_group, out_stride_head, first, pieces, kv_head, KV_HEADS, GROUP, HEAD_DIM, D)
+
+
+@triton.jit
+def merge_pieces(
+    partial,
+    lse,
+    out_group,
+    out_stride_head,
+    first,
+    pieces,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr = 16,
+):
+    """out = Σ 2^lse[p] · partial[p] / Σ 2^lse[p] over a sequence's pieces, P at a time. Read past L1 (``.cg``), which
+    is not coherent with the writes of other multiprocessors."""
+    dim = tl.arange(0, D)
+    for g in range(GROUP):
+        maximum = float("-inf")
+        normaliser = 0.0
+        acc = tl.zeros([D], tl.float32)
+        for start in range(0, pieces, P):
+            piece = start + tl.arange(0, P)
+            live = piece < pieces
+            row = ((first + piece) * KV_HEADS + kv_head) * GROUP + g
+            weight = tl.load(lse + row, mask=live, other=float("-inf"), cache_modifier=".cg")
+            values = tl.load(
+                partial + row.to(tl.int64)[:, None] * D + dim[None, :],
+                mask=live[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_maximum = tl.maximum(maximum, tl.max(weight, 0))
+            correction = tl.exp2(maximum - new_maximum)
+            weight = tl.exp2(weight - new_maximum)
+            maximum = new_maximum
+            normaliser = normaliser * correction + tl.sum(weight, 0)
+            acc = acc * correction + tl.sum(values * weight[:, None], 0)
+        tl.store(
+            out_group + g * out_stride_head + dim,
+            (acc / normaliser).to(out_group.dtype.element_ty),
+            mask=dim < HEAD_DIM,
+        )
+
+
+@hookimpl
+def nanoserve_attention(register) -> None:
+    register(
+        AttentionSpec(
+            name="paged_v2_split",
+            summary="Triton decode, long contexts cut into pieces by the device: the portable default",
+            capabilities=Capabilities(
+                phases=frozenset({"decode"}),
+                kv_formats=frozenset({"bf16", "int8"}),
+                dtypes=frozenset({"float32", "float16", "bfloat16"}),
+                head_dims=frozenset({32, 64, 96, 128, 256}),
+                max_gqa_ratio=16,
+                devices=frozenset({"cuda"}),
+                interpretable=True,
+                min_compute_capability=(8, 0),
+                cuda_graph=True,
+                requires=("triton",),
+            ),
+            config=PagedV2SplitConfig,
+            factory=PagedV2SplitBackend,
+        )
+    )

@@ -1,0 +1,283 @@
+"""Triton kernels of the built-in KV formats: store, and q/k norm + rotary embedding + store as one launch.
+
+``_reference.py`` and the formats' torch paths are their oracles, to the bit for what is quantised. Cache tensors are
+``[num_blocks, kv_heads, block_size, head_dim]``, scales without the last axis; seen as rows of ``head_dim``, slot ``s``
+of head ``h`` is row ``(s // block_size * kv_heads + h) * block_size + s % block_size``, computed in 64 bits because
+pools exceed 2^31 elements. A slot < 0 is skipped: C division would put it one block before the first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoserve.contracts.kvcache import LayerCache
+
+
+@triton.jit
+def _cache_row(slot, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    slot = slot.to(tl.int64)
+    return (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+
+
+@triton.jit
+def _magnitude(x):
+    """Largest |x| of each row, fp32. Compared as integers, NaN is the largest, so one of them is never lost."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def _int8_scale(magnitude):
+    """Bits of max |x| → (fp32 scale to divide by, fp16 scale to keep): NaN where fp16 cannot express it."""
+    scale = tl.div_rn(magnitude.to(tl.float32, bitcast=True), tl.full(magnitude.shape, 127.0, tl.float32))
+    scale = tl.where(scale < 1e-8, 1e-8, scale)
+    stored = scale.to(tl.float16)
+    return scale, tl.where(tl.abs(stored.to(tl.float32)) < float("inf"), stored, float("nan")).to(tl.float16)
+
+
+@triton.jit
+def _int8_round(x, scale):
+    """Half away from zero, as spec'd; the ratio is IEEE, or the last bit would differ from the reference."""
+    ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    return tl.where(ratio >= 0, ratio + 0.5, ratio - 0.5).to(tl.int8)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def store_kernel(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    slots,
+    num_rows,  # tokens × kv_heads
+    K_TOKEN: tl.constexpr,  # strides in elements
+    K_HEAD: tl.constexpr,
+    V_TOKEN: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = row // KV_HEADS, row % KV_HEADS
+    slot = tl.load(slots + token, mask=row < num_rows, other=-1)
+    keep = slot >= 0
+    cache_row = _cache_row(slot, head, KV_HEADS, BLOCK_SIZE)
+    dim = tl.arange(0, BLOCK_D)
+    mask = keep[:, None] & (dim < HEAD_DIM)[None, :]
+    target = cache_row[:, None] * HEAD_DIM + dim[None, :]
+    key = tl.load(k + (token * K_TOKEN + head * K_HEAD)[:, None] + dim[None, :], mask=mask, other=0.0)
+    value = tl.load(v + (token * V_TOKEN + head * V_HEAD)[:, None] + dim[None, :], mask=mask, other=0.0)
+    if QUANTIZED:
+        key, value = key.to(tl.float32), value.to(tl.float32)
+        divisor, stored = _int8_scale(_magnitude(key))
+        tl.store(k_scale + cache_row, stored, mask=keep)
+        tl.store(k_cache + target, _int8_round(key, divisor), mask=mask)
+        divisor, stored = _int8_scale(_magnitude(value))
+        tl.store(v_scale + cache_row, stored, mask=keep)
+        tl.store(v_cache + target, _int8_round(value, divisor), mask=mask)
+    else:
+        tl.store(k_cache + target, key.to(k_cache.dtype.element_ty), mask=mask)
+        tl.store(v_cache + target, value.to(v_cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rope(first, second, eps, weight, cos_sin, position, HEAD_DIM: tl.constexpr, half, in_half):
+    """RMS norm over both halves of each row, then the rotation of element i with i + head_dim / 2; fp32."""
+    variance = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM
+    inverse = tl.rsqrt(variance + eps)[:, None]
+    angle = cos_sin + position.to(tl.int64) * HEAD_DIM + half
+    cos = tl.load(angle, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(angle + HEAD_DIM // 2, mask=in_half, other=0.0)[None, :]
+    first = first * inverse * tl.load(weight + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    second = second * inverse * tl.load(weight + HEAD_DIM // 2 + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _store_halves(first, second, cache, scales, copy, cache_row, copy_at, keep, half, in_half, HEAD_DIM: tl.constexpr,
+                  QUANTIZED: tl.constexpr):
+    """Both halves of rows (values of the compute dtype, as fp32) into the cache and, as it holds them, to ``copy``."""
+    target = cache_row[:, None] * HEAD_DIM + half[None, :]
+    mask = in_half[None, :]
+    if QUANTIZED:
+        divisor, stored = _int8_scale(tl.maximum(_magnitude(first), _magnitude(second)))
+        tl.store(scales + cache_row, stored, mask=keep)
+        first, second = _int8_round(first, divisor), _int8_round(second, divisor)
+    first, second = first.to(cache.dtype.element_ty), second.to(cache.dtype.element_ty)
+    tl.store(cache + target, first, mask=mask & keep)
+    tl.store(cache + target + HEAD_DIM // 2, second, mask=mask & keep)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if QUANTIZED:
+        first, second = first * stored.to(tl.float32)[:, None], second * stored.to(tl.float32)[:, None]
+    tl.store(copy + copy_at, first.to(copy.dtype.element_ty), mask=mask)
+    tl.store(copy + copy_at + HEAD_DIM // 2, second.to(copy.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_rope_store_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    eps,
+    cos_sin,
+    positions,
+    slots,
+    fused,  # the results: normalised and rotated q and k, and for a quantised format v, [tokens, heads, head_dim]
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    OUT_HEADS: tl.constexpr,
+    QKV_TOKEN: tl.constexpr,  # stride in elements
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,  # of one program; all are q heads, all k heads or all v heads
+    QUANTIZED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    groups: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) // HEADS
+    token = (tl.program_id(0) // groups).to(tl.int64)
+    first_head = tl.program_id(0) % groups * HEADS
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token)
+    keep = slot >= 0
+
+    head = first_head + tl.arange(0, HEADS)
+    half = tl.arange(0, BLOCK_HALF)
+    in_half = half < HEAD_DIM // 2
+    source = qkv + token * QKV_TOKEN + head[:, None] * HEAD_DIM + half[None, :]
+    first = tl.load(source, mask=in_half[None, :], other=0.0).to(tl.float32)
+    second = tl.load(source + HEAD_DIM // 2, mask=in_half[None, :], other=0.0).to(tl.float32)
+    at = token * (OUT_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + half[None, :]
+    dtype: tl.constexpr = fused.dtype.element_ty
+    if first_head < Q_HEADS:
+        first, second = _rope(first, second, eps, q_weight, cos_sin, position, HEAD_DIM, half, in_half)
+        tl.store(fused + at, first.to(dtype), mask=in_half[None, :])
+        tl.store(fused + at + HEAD_DIM // 2, second.to(dtype), mask=in_half[None, :])
+    elif first_head < Q_HEADS + KV_HEADS:
+        first, second = _rope(first, second, eps, k_weight, cos_sin, position, HEAD_DIM, half, in_half)
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+        row = _cache_row(slot, head - Q_HEADS, KV_HEADS, BLOCK_SIZE)
+        _store_halves(first, second, k_cache, k_scale, fused, row, at, keep, half, in_half, HEAD_DIM, QUANTIZED)
+    else:
+        row = _cache_row(slot, head - Q_HEADS - KV_HEADS, KV_HEADS, BLOCK_SIZE)
+        if QUANTIZED:
+            _store_halves(first, second, v_cache, v_scale, fused, row, at, keep, half, in_half, HEAD_DIM, QUANTIZED)
+        else:
+            target = row[:, None] * HEAD_DIM + half[None, :]
+            tl.store(v_cache + target, first.to(v_cache.dtype.element_ty), mask=in_half[None, :] & keep)
+            tl.store(v_cache + target + HEAD_DIM // 2, second.to(v_cache.dtype.element_ty), mask=in_half[None, :] & keep)
+
+
+def _supports_pdl(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def store(layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """``KVCacheFormat.store`` of both formats: quantises if the layer has scales."""
+    num_tokens, num_heads, head_dim = k.shape
+    num_rows = num_tokens * num_heads
+    if not num_rows:
+        return
+    rows = 4 if num_rows < 4096 else 16
+    pdl = _supports_pdl(k)
+    store_kernel[(triton.cdiv(num_rows, rows),)](
+        k,
+        v,
+        layer.k,
+        layer.v,
+        layer.k_scale,
+        layer.v_scale,
+        slot_mapping,
+        num_rows,
+        K_TOKEN=k.stride(0),
+        K_HEAD=k.stride(1),
+        V_TOKEN=v.stride(0),
+        V_HEAD=v.stride(1),
+        KV_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=layer.k.shape[2],
+        ROWS=rows,
+        QUANTIZED=layer.k_scale is not None,
+        PDL=pdl,
+        num_warps=1 if rows == 4 else 4,
+        launch_pdl=pdl,
+    )
+
+
+def norm_rope_store(
+    layer: LayerCache,
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``KVCacheFormat.norm_rope_store``. q, k (and v, if it had to be rounded) are views of one fresh tensor; v of
+    an unquantised format is a view of ``qkv``."""
+    _, kv_heads, block_size, head_dim = layer.k.shape
+    num_tokens = qkv.shape[0]
+    total_heads = qkv.shape[1] // head_dim
+    q_heads = total_heads - 2 * kv_heads
+    quantized = layer.k_scale is not None
+    out_heads = total_heads if quantized else q_heads + kv_heads
+    fused = qkv.new_empty(num_tokens, out_heads, head_dim)
+    heads = largest_power_of_two(math.gcd(q_heads, kv_heads), 8)
+    pdl = _supports_pdl(qkv)
+    if num_tokens:
+        norm_rope_store_kernel[(num_tokens * (total_heads // heads),)](
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            cos_sin,
+            positions,
+            slot_mapping,
+            fused,
+            layer.k,
+            layer.v,
+            layer.k_scale,
+            layer.v_scale,
+            Q_HEADS=q_heads,
+            KV_HEADS=kv_heads,
+            OUT_HEADS=out_heads,
+            QKV_TOKEN=qkv.stride(0),
+            HEAD_DIM=head_dim,
+            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+            BLOCK_SIZE=block_size,
+            HEADS=heads,
+            QUANTIZED=quantized,
+            PDL=pdl,
+            num_warps=max(1, heads // 4),
+            launch_pdl=pdl,
+        )
+    q, k = fused[:, :q_heads], fused[:, q_heads : q_heads + kv_heads]
+    v = fused[:, q_heads + kv_heads :] if quantized else qkv.view(num_tokens, total_heads, head_dim)[:, -kv_heads:]
+    return q, k, v
+
+
+def largest_power_of_two(number: int, limit: int) -> int:
+    """The largest power of two that divides ``number`` and does not exceed ``limit``."""
+    return min(number & -number, limit)

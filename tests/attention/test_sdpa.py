@@ -1,0 +1,5 @@
+from nanoserve.testing import AttentionBackendSuite
+
+
+class TestSDPA(AttentionBackendSuite):
+    backend = "sdpa"

@@ -1,0 +1,5 @@
+from nanoserve.testing import AttentionBackendSuite
+
+
+class TestTritonFlash(AttentionBackendSuite):
+    backend = "triton_flash"

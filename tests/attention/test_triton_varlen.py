@@ -1,0 +1,5 @@
+from nanoserve.testing import AttentionBackendSuite
+
+
+class TestTritonVarlen(AttentionBackendSuite):
+    backend = "triton_varlen"

@@ -1,0 +1,295 @@
+"""Plugin loading: one bad plugin harms nobody else, and every message names plugin and distribution (C48, C49)."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from nanoserve.contracts.errors import ConfigError, PluginError
+from nanoserve.contracts.observer import EngineInfo, Observer
+from nanoserve.contracts.scheduling import Schedule, Scheduler, SchedulerLimits, SchedulerSpec
+from nanoserve.hookspecs import hookimpl
+from nanoserve.registry import PluginWarning, Registry
+from tests.helpers.distributions import SCHEDULER, Distributions
+from tests.helpers.distributions import distributions as distributions
+
+INFO = EngineInfo("tiny", {}, "bf16", "decode_first", "auto", 16, 8, 256)
+BUILT_IN = {
+    "attention": {"sdpa"},
+    "kvcache": {"bf16", "int8"},
+    "scheduler": {"decode_first", "prefill_first"},
+    "policy": {"auto"},
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    limit: int = 3
+
+
+class Idle(Scheduler):
+    def schedule(self) -> Schedule:
+        return Schedule()
+
+
+def spec(name: str = "mine", **changes: Any) -> SchedulerSpec:
+    return SchedulerSpec(**{"name": name, "summary": "", "config": Options, "factory": Idle, **changes})
+
+
+def plugin(*specs: Any) -> types.SimpleNamespace:
+    """An inline plugin object that registers schedulers."""
+
+    @hookimpl
+    def nanoserve_scheduler(register: Any) -> None:
+        for one in specs:
+            register(one)
+
+    return types.SimpleNamespace(nanoserve_scheduler=nanoserve_scheduler)
+
+
+@pytest.fixture(autouse=True)
+def only_expected_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PluginWarning)
+        yield
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_built_ins_are_found_and_load(kind: str) -> None:
+    registry = Registry.discover()
+    assert set(registry.names(kind)) >= BUILT_IN[kind]
+    for name in BUILT_IN[kind]:
+        assert registry.get(kind, name).name == name
+
+
+# --- C48: broken plugins -------------------------------------------------------------------------------------------
+
+BROKEN = {
+    "ImportError": "import no_such_module",
+    "SystemExit": "import sys; sys.exit(3)",
+    "syntax": "def (",
+    "extra argument": SCHEDULER.format(name="bad").replace("(register)", "(register, more)"),
+    "hook raises": SCHEDULER.format(name="bad").replace("register(SPEC)", "raise KeyError('x')"),
+    "wrong type": SCHEDULER.format(name="bad").replace("register(SPEC)", "register('bad')"),
+    "no marker": SCHEDULER.format(name="bad").replace("@hookimpl", ""),
+    "option without default": SCHEDULER.format(name="bad").replace("limit: int = 3", "limit: int"),
+    "config is no dataclass": SCHEDULER.format(name="bad").replace("Options, Mine", "dict, Mine"),
+    "name with a comma": SCHEDULER.format(name="a,b"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_plugin_leaves_the_others_working(distributions: Distributions, fault: str) -> None:
+    """C48: one by one: the plugins before and after it are active; one warning names plugin, distribution and error."""
+    distributions.install("acme-one", {"ok1": "acme_one"}, acme_one=SCHEDULER.format(name="one"))
+    distributions.install("broken-dist", {"faulty": "broken_mod"}, broken_mod=BROKEN[fault])
+    distributions.install("zeta-two", {"ok2": "zeta_two"}, zeta_two=SCHEDULER.format(name="two"))
+    with pytest.warns(PluginWarning) as caught:
+        registry = Registry.discover()
+    (warning,) = caught
+    (broken,) = registry.broken
+    assert "'faulty'" in str(warning.message) and "broken-dist 1.5" in str(warning.message)
+    assert type(broken.error).__name__ in str(warning.message)
+    assert registry.get("scheduler", "one").summary == registry.get("scheduler", "two").summary == "a test"
+    with pytest.raises(PluginError, match="unknown scheduler 'bad'.*'faulty' of distribution broken-dist"):
+        registry.get("scheduler", "bad")
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_strict_mode_makes_it_an_error(
+    distributions: Distributions, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """C48: the strict switch."""
+    distributions.install("broken-dist", {"scheduler.bad": "broken_mod"}, broken_mod=BROKEN[fault])
+    monkeypatch.setenv("NANOSERVE_STRICT_PLUGINS", "1")
+    with pytest.raises(PluginError, match="broken-dist"):
+        Registry.discover(paths=[str(distributions.root)])
+
+
+def test_ctrl_c_is_no_broken_plugin(distributions: Distributions) -> None:
+    distributions.install("slow-dist", {"slow": "slow_mod"}, slow_mod="raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        Registry.discover()
+
+
+def test_a_misspelt_hook_is_found(distributions: Distributions) -> None:
+    """C48: pluggy accepts it in silence; check_pending is called, and the near hook is named."""
+    source = SCHEDULER.format(name="mine") + "\n@hookimpl\ndef nanoserve_attenton(register): ...\n"
+    distributions.install("typo-dist", {"typo": "typo_mod"}, typo_mod=source)
+    with pytest.warns(PluginWarning, match="typo-dist.*nanoserve_attenton.*did you mean 'nanoserve_attention'"):
+        registry = Registry.discover()
+    assert registry.get("scheduler", "mine").name == "mine"
+
+
+def test_a_named_entry_point_is_imported_when_chosen(distributions: Distributions) -> None:
+    """``KIND.NAME`` costs nothing until somebody wants it, broken or not."""
+    distributions.install("lazy-dist", {"scheduler.lazy": "lazy_mod"}, lazy_mod=SCHEDULER.format(name="lazy"))
+    distributions.install("sick-dist", {"scheduler.sick": "sick_mod"}, sick_mod="import no_such_module")
+    registry = Registry.discover()
+    assert {"lazy", "sick"} <= set(registry.names("scheduler"))
+    registry.get("scheduler", "decode_first")
+    assert "lazy_mod" not in sys.modules and not registry.broken
+    registry.get("scheduler", "lazy")
+    assert "lazy_mod" in sys.modules
+
+
+def test_choosing_a_broken_plugin_raises_with_its_cause(distributions: Distributions) -> None:
+    distributions.install("sick-dist", {"scheduler.sick": "sick_mod"}, sick_mod="import no_such_module")
+    registry = Registry.discover()
+    with pytest.warns(PluginWarning), pytest.raises(PluginError, match="sick-dist.*no_such_module") as error:
+        registry.get("scheduler", "sick")
+    assert isinstance(error.value.__cause__, ModuleNotFoundError)
+    assert "sick" not in registry.names("scheduler")
+
+
+@pytest.mark.parametrize(
+    ("entry_points", "reason"),
+    [
+        ({"scheduler.promised": "some_mod"}, "also registers scheduler.other, which no entry point of that name"),
+        ({"scheduler.other": "some_mod", "kvcache.other": "some_mod"}, "does not register kvcache 'other'"),
+    ],
+)
+def test_an_entry_point_keeps_its_promise(distributions: Distributions, entry_points: Any, reason: str) -> None:
+    distributions.install("odd-dist", entry_points, some_mod=SCHEDULER.format(name="other"))
+    kind, _, name = list(entry_points)[-1].partition(".")
+    registry = Registry.discover()
+    with pytest.warns(PluginWarning), pytest.raises(PluginError, match=reason):
+        registry.get(kind, name)
+
+
+def test_a_factory_that_returns_the_wrong_type_is_named(distributions: Distributions) -> None:
+    source = SCHEDULER.format(name="mine").replace("Options, Mine)", "Options, lambda *_: 42)")
+    distributions.install("wrong-dist", {"scheduler.mine": "wrong_mod"}, wrong_mod=source)
+    factory = Registry.discover().get("scheduler", "mine").factory
+    with pytest.raises(PluginError, match="'mine'.*wrong-dist.*returned int, not a Scheduler"):
+        factory(Options(), SchedulerLimits(1, 1, 1), None)
+
+
+def test_observers_fail_alone() -> None:
+    """C48: a hook that raises, or answers nonsense, costs a warning; the other plugins' observers are there."""
+
+    def observed(answer: Any) -> types.SimpleNamespace:
+        @hookimpl
+        def nanoserve_observer(engine_info: EngineInfo) -> Any:
+            assert engine_info is INFO
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return types.SimpleNamespace(nanoserve_observer=nanoserve_observer)
+
+    good = Observer()
+    registry = Registry(extra=[observed(good), observed(None), observed(OSError("disk full")), observed("text")])
+    with pytest.warns(PluginWarning) as caught:
+        assert registry.observers(INFO) == [good]
+    assert sorted("disk full" in str(w.message) for w in caught) == [False, True]
+
+
+# --- C49: two plugins with one name --------------------------------------------------------------------------------
+
+
+def test_a_name_claimed_twice(distributions: Distributions) -> None:
+    """C49: choosing it names both distributions, a list keeps the first with a warning, "later" is still loaded."""
+    for i, name in enumerate(("dup-one", "dup-two")):
+        distributions.install(name, {"dup": f"dup_{i}"}, **{f"dup_{i}": SCHEDULER.format(name="dup")})
+    distributions.install("later-dist", {"later": "later_mod"}, later_mod=SCHEDULER.format(name="later"))
+    registry = Registry.discover()
+    with pytest.raises(PluginError, match="(?=.*dup-one)(?=.*dup-two)"):
+        registry.get("scheduler", "dup")
+    assert registry.get("scheduler", "later").name == "later"
+    with pytest.warns(PluginWarning, match="(?=.*dup-one)(?=.*dup-two)"):
+        kept = [r for r in registry.registrations("scheduler") if r.spec.name == "dup"]
+    assert len(kept) == 1
+    with pytest.raises(PluginError, match="(?=.*dup-one)(?=.*dup-two)"):
+        Registry.discover(paths=[str(distributions.root)], strict=True)
+
+
+def test_the_message_of_a_clash_says_how_to_end_it(distributions: Distributions) -> None:
+    for i, name in enumerate(("dup-one", "dup-two")):
+        distributions.install(name, {"scheduler.dup": f"dup_{i}"}, **{f"dup_{i}": SCHEDULER.format(name="dup")})
+    with pytest.raises(PluginError) as error:
+        Registry.discover().get("scheduler", "dup")
+    remedy = str(error.value).rpartition("NANOSERVE_DISABLE_PLUGINS=")[2]
+    assert Registry.discover(disable=[remedy]).get("scheduler", "dup").name == "dup"
+
+
+def test_a_built_in_is_not_replaced_by_accident(distributions: Distributions) -> None:
+    """C49: although the newcomer stands before it on ``sys.path``."""
+    distributions.install(
+        "thief", {"scheduler.decode_first": "thief_mod"}, thief_mod=SCHEDULER.format(name="decode_first")
+    )
+    registry = Registry.discover()
+    with pytest.raises(PluginError, match="(?=.*thief)(?=.*nanoserve)"):
+        registry.get("scheduler", "decode_first")
+    with pytest.warns(PluginWarning, match="thief"):
+        kept = {r.spec.name: r.source.distribution for r in registry.registrations("scheduler")}
+    assert kept["decode_first"] == "nanoserve"
+
+
+def test_one_plugin_through_two_channels_is_benign(distributions: Distributions) -> None:
+    """C49: the same object, from two distributions or under two names."""
+    source = SCHEDULER.format(name="mine")
+    distributions.install("chan-one", {"mine": "mine_mod", "scheduler.mine": "mine_mod"}, mine_mod=source)
+    distributions.install("chan-two", {"scheduler.mine": "mine_mod"})
+    registry = Registry.discover()
+    assert registry.get("scheduler", "mine").name == "mine"
+    assert [r.spec.name for r in registry.registrations("scheduler")].count("mine") == 1
+    assert not registry.broken
+
+
+def test_blocked_names_are_skipped(distributions: Distributions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C49: by entry-point name, eager and lazy; the error says that it was blocked."""
+    distributions.install("bad-dist", {"bad": "bad_mod"}, bad_mod="raise OSError")
+    monkeypatch.setenv("NANOSERVE_DISABLE_PLUGINS", "bad, scheduler.prefill_first")
+    registry = Registry.discover()
+    assert "prefill_first" not in registry.names("scheduler")
+    with pytest.raises(PluginError, match="scheduler=prefill_first is disabled by NANOSERVE_DISABLE_PLUGINS"):
+        registry.get("scheduler", "prefill_first")
+
+
+# --- names, options, paths -----------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(PluginError, match="unknown scheduler 'decode_frst'.*did you mean 'decode_first'"):
+        Registry.discover().get("scheduler", "decode_frst")
+    with pytest.raises(PluginError, match="unknown kind 'kv'"):
+        Registry.discover().get("kv", "int8")
+
+
+def test_registries_share_nothing() -> None:
+    first, second = Registry(extra=[plugin(spec())]), Registry()
+    assert first.names("scheduler") == ["mine"] and second.names("scheduler") == []
+
+
+def test_paths_replace_the_search_path(distributions: Distributions) -> None:
+    distributions.install("lone-dist", {"scheduler.lone": "lone_mod"}, lone_mod=SCHEDULER.format(name="lone"))
+    assert Registry.discover(paths=[str(distributions.root)]).names("scheduler") == ["lone"]
+
+
+def test_options_are_strict_and_named_as_on_the_command_line() -> None:
+    registry = Registry(extra=[plugin(spec())])
+    mine = registry.get("scheduler", "mine")
+    assert registry.make_options("scheduler", mine, {"limit": 5}) == Options(5)
+    with pytest.raises(ConfigError, match="scheduler.limt: unknown option of scheduler=mine.*did you mean 'limit'"):
+        registry.make_options("scheduler", mine, {"limt": 5})
+    with pytest.raises(ConfigError, match="scheduler.limit: expected int, got 'abc'"):
+        registry.make_options("scheduler", mine, {"limit": "abc"})
+
+
+def test_config_paths_of_third_parties(distributions: Distributions) -> None:
+    """A lazy plugin's paths count too; an answer of the wrong type is a warning."""
+    hook = "\n@hookimpl\ndef nanoserve_config_paths():\n    return {}\n"
+    for name, answer in (("path-one", ["pkg://one.conf"]), ("path-two", "pkg://two.conf")):
+        module = name.replace("-", "_")
+        source = SCHEDULER.format(name=module) + hook.format(repr(answer))
+        distributions.install(name, {f"scheduler.{module}": module}, **{module: source})
+    registry = Registry.discover()
+    with pytest.warns(PluginWarning, match="path-two"):
+        assert registry.config_paths() == ["pkg://one.conf"]

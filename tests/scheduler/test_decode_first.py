@@ -1,0 +1,5 @@
+from nanoserve.testing.scheduler import SchedulerSuite
+
+
+class TestDecodeFirst(SchedulerSuite):
+    scheduler = "decode_first"

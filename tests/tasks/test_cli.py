@@ -1,0 +1,345 @@
+"""The command line: free text, strictness, exit codes, sweeps (C46, C47). In process; real engines come last."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example, given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from nanoserve.cli import quote, rewrite
+from nanoserve.engine import build as engine_build
+from nanoserve.tasks import Job
+from tests.helpers.distributions import SCHEDULER, Distributions
+from tests.helpers.distributions import distributions as distributions
+from tests.tasks.conftest import Cli
+
+REAL_LLM = Job.llm
+
+# --- free text -----------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "def f(x, y): return {x: 1}",
+    "",
+    "a,b",
+    "a=b==c",
+    "${engine.seed} $HOME $5 ${",
+    r"\${x} C:\dir\ \\",
+    "'single' \"double\" `back`",
+    "line\nbreak\ttab",
+    "你好，世界：{}",
+    "[1, 2] (x) ~!@#%^&*",
+    "null",
+    "None",
+    "true",
+    "???",
+    " spaces ",
+    "choice(a,b)",
+]
+
+
+@given(st.text(alphabet=st.one_of(st.sampled_from("\\'\"${},=:[]() \n\tab?"), st.characters(codec="utf-8"))))
+@example("???")
+@example("\\${a}'\\")
+def test_any_text_survives_hydra_and_omegaconf(text: str) -> None:
+    parser = OverridesParser.create()
+    once = parser.parse_override(f"prompt={quote(text)}")
+    assert not once.is_sweep_override()
+    again = parser.parse_override(f"prompt={once.get_value_element_as_str()}")  # a sweep prints and parses it once more
+    config = OmegaConf.create({"prompt": None})
+    OmegaConf.update(config, "prompt", again.value())
+    assert OmegaConf.to_container(config, resolve=True, throw_on_missing=True) == {"prompt": text}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_prompt_arrives_as_typed(cli: Cli, text: str) -> None:
+    run = cli(f"prompt={text}")
+    assert run.code == 0 and run.out == text[::-1] + "\n"
+    assert os.listdir() == []  # C46: a plain run leaves nothing behind
+
+
+@pytest.mark.parametrize("text", ["def f(x, y): return {x: 1}", "a,b=${c}\\"])
+def test_a_prompt_never_sweeps(cli: Cli, text: str) -> None:
+    assert cli("-m", f"prompt={text}", "kv=bf16,int8").code == 0
+    assert [llm.requests[0][0] for llm in cli.llms] == [text, text]
+
+
+def test_model_paths_need_no_quoting(cli: Cli) -> None:
+    """C46: "=" and "," in a path; a path quoted for Hydra, as people have learnt to do, is right too."""
+    for argument in ("model=ckpt/epoch=9,x.ckpt", "model.path=ckpt/epoch=9,x.ckpt", "model.path='ckpt/epoch=9,x.ckpt'"):
+        assert cli(argument, "prompt=a").code == 0
+        model = cli.llms[-1].job.config.model
+        assert (model.path, model.config) == ("ckpt/epoch=9,x.ckpt", None)
+
+
+def test_prompt_from_standard_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("import json\n"))
+    assert cli("prompt=-").out == "\nnosj tropmi\n"
+
+
+def test_rewriting_leaves_flags_and_other_values_alone() -> None:
+    arguments = ["-m", "--config-dir=a=b", "kv=int8", "sampling.stop=['x','y']", "prompts=null"]
+    assert rewrite(arguments) == arguments
+
+
+# --- C46: strictness -----------------------------------------------------------------------------------------------
+
+WRONG = [
+    ([], "give either prompt="),
+    (["prompt=a", "prompts=b.jsonl"], "give either prompt="),
+    (["prompt=a", "output=b.jsonl"], "output: only the results of prompts="),
+    (["prompt=a", "max_num_seq=4"], "unknown option 'max_num_seq'.*did you mean 'engine.max_num_seqs'"),
+    (["prompt=a", "max_tokens=4"], "unknown option 'max_tokens'.*did you mean 'sampling.max_tokens'"),
+    (["prompt=a", "+max_num_seq=4"], "max_num_seq: unknown option"),
+    (["prompt=a", "engine.max_num_seq=4"], "unknown option 'engine.max_num_seq'.*did you mean"),
+    (["prompt=a", "+engine.max_num_seq=4"], "engine.max_num_seq: unknown option.*did you mean 'max_num_seqs'"),
+    (["prompt=a", "+engine.block_size=4"], "write engine.block_size=VALUE without the \\+"),
+    (["prompt=a", "hydra.foo=4"], "unknown option 'hydra.foo'"),
+    (["prompt=a", "engine.max_num_seqs=abc"], "engine.max_num_seqs: expected int, got 'abc'"),
+    (["prompt=a", "engine.max_num_seqs=4.0"], "engine.max_num_seqs: expected int, got 4.0"),
+    (["prompt=a", "engine.max_num_seqs=4.5"], "engine.max_num_seqs: expected int, got 4.5"),
+    (["prompt=a", "engine.max_num_seqs=0"], "engine.max_num_seqs must be at least 1, not 0"),
+    (["prompt=a", "engine.block_size=0"], "engine.block_size must be a power of two"),
+    (["prompt=a", "engine.block_size=15"], "engine.block_size must be a power of two"),
+    (["prompt=a", "engine.gpu_memory_utilization=1.5"], "engine.gpu_memory_utilization must be"),
+    (["prompt=a", "sampling.seed=None"], "sampling.seed: 'None' is a word here; write null"),
+    (["prompts=None"], "prompts: 'None' is a word here; write null"),
+    (["prompt=a", "sampling.temperature=-1"], "sampling.temperature must be"),
+    (["prompt=a", "sampling.logprobs=many"], "sampling.logprobs: expected int or null"),
+    (["prompt=a", "model=tiny,qwen3_8b"], "Ambiguous value"),
+    (["prompt=a", "model=tinny"], "unknown model 'tinny'.*did you mean 'tiny'"),
+    (["prompt=a", "attention=sdpaa"], "unknown attention 'sdpaa'.*did you mean 'sdpa'"),
+    (["prompt=a", "kv=int7"], "unknown kv 'int7'.*did you mean 'int8'"),
+    (["task=generat"], "unknown task 'generat'.*did you mean 'generate'"),
+    (["prompt=a", "model=path"], "model.path: a value is required"),
+    (["prompt=a", "~kv"], "kv: this group is required"),
+    (["prompt=a", "engine.seed=${nothing}"], "nothing"),
+    (["hello"], "cannot read 'hello': write KEY=VALUE"),
+    (["prompts=missing.jsonl"], "cannot open 'missing.jsonl': No such file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_a_wrong_command_is_one_line_and_code_2(cli: Cli, arguments: list[str], message: str) -> None:
+    """C46. No engine is built, and no traceback is shown."""
+    run = cli(*arguments)
+    assert (run.code, run.out, cli.llms) == (2, "", [])
+    assert run.err.count("\n") == 1 and run.err.startswith("nanoserve: error: ")
+    assert re.search(message, run.err), run.err
+
+
+def test_null_is_none(cli: Cli) -> None:
+    """C46: ``seed=null`` on an optional field."""
+    assert cli("prompt=a", "sampling.seed=null", "sampling.max_tokens=null").code == 0
+    params = cli.llms[-1].job.sampling
+    assert (params.seed, params.max_tokens) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("kv.dtype=int7", "kv.dtype.*int7"),
+        ("attention.blok_m=4", "attention.blok_m: unknown option of attention=sdpa"),
+        ("scheduler.max_nothing=4", "scheduler.max_nothing: unknown option of scheduler=decode_first"),
+        ("policy.tabel=4", "policy.tabel: unknown option of policy=auto"),
+        ("engine.max_model_len=999", "engine.max_model_len.*256"),
+    ],
+)
+def test_plugin_options_are_refused_before_any_weight_is_read(
+    cli: Cli, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, argument: str, message: str
+) -> None:
+    """C46, with the real engine builder."""
+
+    def read_weights(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(engine_build, "load_model", read_weights)
+    monkeypatch.setattr(Job, "llm", REAL_LLM)
+    run = cli(f"model={tiny_checkpoint}", "attention=sdpa", "prompt=a", argument)
+    assert run.code == 2 and re.search(message, run.err), run.err
+
+
+def test_a_failure_is_code_1(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line; the traceback comes with HYDRA_FULL_ERROR=1 only."""
+    long = "prompt=" + "x" * 50
+    run = cli(long)
+    assert (run.code, run.err) == (1, "nanoserve: error: the prompt has more than 40 tokens\n")
+    monkeypatch.setattr(Job, "llm", lambda job: 1 / 0)
+    run = cli("prompt=a")
+    assert run.code == 1 and "Traceback" not in run.err
+    assert run.err == "nanoserve: error: ZeroDivisionError: division by zero (HYDRA_FULL_ERROR=1 shows the traceback)\n"
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    run = cli("prompt=a")
+    assert run.code == 1 and "Traceback" in run.err
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+
+def test_cfg_and_version(cli: Cli) -> None:
+    """C47: ``--cfg job`` prints and runs nothing; it refuses what a run would refuse."""
+    run = cli("--cfg", "job", "prompt=def f(x): {}", "kv=int8")
+    config = OmegaConf.create(run.out)
+    assert (run.code, config.prompt, config.kv.name, cli.llms) == (0, "def f(x): {}", "int8", [])
+    assert cli("--cfg", "job", "max_num_seq=4").code == 2
+    assert cli("--version").out.startswith("nanoserve 0.")
+
+
+# --- C47: sweeps ---------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_runs_every_job_and_names_the_failing_one(cli: Cli) -> None:
+    """C47: ``-m max_num_seqs=4,0,2``: jobs 0 and 2 run, the code is 1, the override and the reason are named."""
+    run = cli("-m", "prompt=ab", "engine.max_num_seqs=4,0,2")
+    assert run.code == 1
+    assert [llm.job.config.engine.max_num_seqs for llm in cli.llms] == [4, 2]
+    assert all(llm.closed for llm in cli.llms)
+    reason = "engine.max_num_seqs must be at least 1, not 0"
+    assert f"job 1 failed (engine.max_num_seqs=0): {reason}" in run.err
+    table = [line for line in run.out.splitlines() if line.startswith("│")]
+    assert [line.split("│")[1].split()[0] for line in table] == ["0", "1", "2"]
+    assert reason in table[1] and reason not in table[0] + table[2]
+    assert "ba" in table[0] and "ba" in table[2]
+
+
+def test_a_sweep_that_goes_well(cli: Cli) -> None:
+    run = cli("-m", "prompt=ab", "kv=bf16,int8", "scheduler=decode_first,prefill_first", "hydra.sweep.dir=sweep")
+    assert run.code == 0
+    assert [(llm.job.config.kv.name, llm.job.config.scheduler.name) for llm in cli.llms] == [
+        (kv, scheduler) for kv in ("bf16", "int8") for scheduler in ("decode_first", "prefill_first")
+    ]
+    results = [json.loads((Path("sweep") / str(i) / "result.json").read_text()) for i in range(4)]
+    assert [result["overrides"]["kv"] for result in results] == ["bf16", "bf16", "int8", "int8"]
+    assert all(result["figures"]["text"] == "ba" for result in results)
+    header = run.out.splitlines()[6]
+    assert "kv" in header and "scheduler" in header and "prompt " not in header.replace("prompt tokens", "")
+
+
+def test_a_failed_job_leaves_its_traceback_in_its_folder(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Job, "llm", lambda job: 1 / 0)
+    run = cli("-m", "prompt=ab", "hydra.sweep.dir=sweep")
+    assert run.code == 1 and "Traceback" not in run.err and "ZeroDivisionError" in run.err
+    assert "1 / 0" in json.loads(Path("sweep/0/result.json").read_text())["traceback"]
+
+
+def test_older_results_in_the_same_folder_are_not_shown(cli: Cli) -> None:
+    assert cli("-m", "prompt=ab", "engine.seed=1,2,3", "hydra.sweep.dir=sweep").code == 0
+    old = Path("sweep/2/result.json")
+    os.utime(old, (0, 0))
+    assert cli("-m", "prompt=ab", "engine.seed=1,2", "hydra.sweep.dir=sweep").out.count("│ ba") == 2
+
+
+def test_a_sweep_over_a_name_that_does_not_exist_is_a_wrong_command(cli: Cli) -> None:
+    run = cli("-m", "prompt=ab", "kv=bf16,int7")
+    assert (run.code, cli.llms) == (2, []) and "unknown kv 'int7'" in run.err
+
+
+# --- plugins of others ---------------------------------------------------------------------------------------------
+
+
+def test_a_third_party_plugin_and_its_yaml(cli: Cli, distributions: Distributions) -> None:
+    """A plugin needs no YAML; if it brings some, the files join our groups, --help and sweeps."""
+    paths = "\n@hookimpl\ndef nanoserve_config_paths():\n    return ['pkg://acme_conf']\n"
+    source = SCHEDULER.format(name="acme") + paths
+    distributions.install("acme-dist", {"scheduler.acme": "acme_mod"}, acme_mod=source)
+    folder = distributions.root / "acme_conf" / "scheduler"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "acme_big.yaml").write_text("name: acme\nlimit: 99\n")
+
+    assert cli("prompt=a", "scheduler=acme", "scheduler.limit=7").code == 0
+    assert cli.llms[-1].job.config.scheduler.options == {"limit": 7}
+    assert cli("-m", "prompt=a", "scheduler=acme_big,decode_first").code == 0
+    assert cli.llms[-2].job.config.scheduler.options == {"limit": 99}
+    assert "acme, acme_big, *decode_first, prefill_first" in cli("--help").out
+    assert cli("prompt=a", "scheduler=acme_bg").code == 2
+
+
+def test_a_broken_third_party_plugin_is_one_line(cli: Cli, distributions: Distributions) -> None:
+    """C48: a warning, once, while the command works; strict mode refuses to start."""
+    distributions.install("sick-dist", {"sick": "sick_mod"}, sick_mod="import no_such_module")
+    run = cli("-m", "prompt=ab", "kv=bf16,int8")
+    assert run.code == 0
+    assert [line for line in run.err.splitlines() if "sick-dist" in line] == [
+        "nanoserve: warning: plugin 'sick' of distribution sick-dist 1.5 does not work: "
+        "ModuleNotFoundError: No module named 'no_such_module'"
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOSERVE_STRICT_PLUGINS", "1")
+        run = cli("prompt=ab")
+    assert run.code == 2
+
+
+# --- files of prompts, chat ----------------------------------------------------------------------------------------
+
+LINES = """\
+"one"
+{"prompt": "two", "temperature": 0, "logit_bias": {"5": 1}}
+
+oops
+{"text": "no prompt"}
+{"prompt": "three", "max_tokns": 3}
+{"prompt": "three", "max_tokens": 0}
+"far more than the forty characters that would fit"
+[1, 2, 3]
+"最后"
+"""
+
+
+def test_a_bad_line_takes_no_other_down(cli: Cli, tmp_path: Path) -> None:
+    Path("in.jsonl").write_text(LINES, encoding="utf-8")
+    run = cli("prompts=in.jsonl", "output=out.jsonl", "sampling.max_tokens=9")
+    rows = [json.loads(line) for line in Path("out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["line"] for row in rows] == [1, 2, 4, 5, 6, 7, 8, 9, 10]
+    assert [row.get("text") for row in rows] == ["eno", "owt", *[None] * 5, "]3 ,2 ,1[", "后最"]
+    for row, word in zip(rows[2:7], ["not JSON", '"prompt"', "max_tokens", "max_tokens", "40 tokens"], strict=True):
+        assert word in row["error"]
+    (_, first), (_, second), *_ = cli.llms[-1].requests
+    assert (first.temperature, first.max_tokens) == (0.6, 9)
+    assert (second.temperature, second.logit_bias) == (0.0, {5: 1.0})
+    assert run.code == 1 and "5 of 9 prompts failed, first line 4" in run.err
+
+
+def test_prompts_from_standard_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('"one"\n{"prompt": "two", "n": 2}\n'))
+    run = cli("prompts=-")
+    assert run.code == 0
+    assert [json.loads(line).get("texts", [json.loads(line)["text"]]) for line in run.out.splitlines()] == [
+        ["eno"],
+        ["owt", "owt"],
+    ]
+
+
+def test_several_completions_are_told_apart(cli: Cli) -> None:
+    assert cli("prompt=ab", "sampling.n=2").out == "--- 1/2\nba\n--- 2/2\nba\n"
+
+
+def test_chat(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is refused is no end of the conversation."""
+    lines = ["hello", "", "far more than the forty characters that would fit", "/reset", "bye", "/exit", "never"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    seen: list[list[tuple[str, str]]] = []
+
+    def render(self: Any, messages: Any, **template: Any) -> str:
+        seen.append([(m["role"], m["content"]) for m in messages])
+        assert template == {"enable_thinking": False}
+        return str(messages[-1]["content"])
+
+    monkeypatch.setattr("tests.tasks.conftest.EchoLLM.render_chat", render)
+    run = cli("task=chat", "system=be brief, {x}", "enable_thinking=false")
+    assert (run.code, run.out) == (0, "olleh\neyb\n")
+    assert seen[1] == [
+        ("system", "be brief, {x}"),
+        ("user", "hello"),
+        ("assistant", "olleh"),
+        ("user", "far more than the forty characters that would fit"),
+    ]
+    assert seen[2] == [("system", "be brief, {x}"), ("user", "bye")]
+    assert "more than 40 tokens; /reset" in run.err
+    assert cli.llms[-1].job.sampling.max_tokens == 1024
