@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"nanoserve {nanoserve.__version__}")
             else:
                 _compose_and_run(arguments)
+            sys.stdout.flush()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else FAILURE
     except KeyboardInterrupt:

@@ -32,11 +32,13 @@ class ModelOptions:
 
     path: checkpoint folder, hub id, or ``pkg://package/folder`` for one that ships inside a Python package.
     config: keys of a Hugging Face ``config.json``, for a model without a checkpoint (``load_format=dummy``).
+    load_format: overrides ``engine.load_format`` for this model.
     """
 
     name: str
     path: str | None = None
     config: dict[str, Any] | None = None
+    load_format: Literal["auto", "dummy"] | None = None
 
     def __post_init__(self) -> None:
         if self.path is None and self.config is None:

@@ -71,7 +71,7 @@ class LLM:
         try:
             for (text, ids), p in zip(tokenized, per_prompt, strict=True):
                 started.append(self._add(ids, p, prompt=text))
-            results = {}
+            results: dict[str, RequestOutput] = {}
             with _bar(len(started), enabled=progress) as bar:
                 while len(results) < len(started):
                     self._step()

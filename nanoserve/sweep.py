@@ -70,8 +70,11 @@ class SweepTable(Callback):
         print_table(table(outcomes))
         failed = [outcome for outcome in outcomes if outcome["error"]]
         for outcome in failed:
-            words = " ".join(f"{key}={value}" for key, value in _swept(outcomes, outcome).items())
-            print(f"nanoserve: job {outcome['job']} failed ({words}): {outcome['error']}", file=sys.stderr)
+            words = "".join(f" {key}={value}" for key, value in _swept(outcomes, outcome).items())
+            print(
+                f"nanoserve: job {outcome['job']} failed{words and ' with' + words}: {outcome['error']}",
+                file=sys.stderr,
+            )
         if failed:
             raise SystemExit(1)
 

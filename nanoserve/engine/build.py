@@ -43,12 +43,13 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     registry = registry or Registry.discover()
     options = config.engine
     device = resolve_device(options.device)
-    folder = resolve_model(config.model.path) if config.model.path is not None else None
-    model_config = (
-        ModelConfig.from_dict(config.model.config or {}, source="model.config")
-        if folder is None or (options.load_format == "dummy" and config.model.config)
-        else ModelConfig.from_folder(folder)
-    )
+    load_format = config.model.load_format or options.load_format
+    folder = None
+    if config.model.path is not None and (load_format == "auto" or config.model.config is None):
+        folder = resolve_model(config.model.path)
+        model_config = ModelConfig.from_folder(folder)
+    else:  # random weights of a known shape need no folder, and no network
+        model_config = ModelConfig.from_dict(config.model.config or {}, source="model.config")
     dtype = engine_dtype(options.dtype, model_config, folder, device)
     max_model_len = resolve_max_model_len(options, model_config)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -79,7 +80,7 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
         folder,
         dtype=dtype,
         device=device,
-        load_format=options.load_format,
+        load_format=load_format,
         parallel=ParallelContext(),
         max_positions=max_model_len,
         seed=options.seed,

@@ -75,7 +75,7 @@ class OutputText:
         self._include_stop = params.include_stop_str_in_output
         self._released: list[str] = []
         self._held = ""  # the longest end of the text that may still grow into a stop string
-        self._tokens_before_stop = params.min_tokens if self._stops else 0
+        self._tokens_before_stop = params.min_tokens
 
     @property
     def text(self) -> str:

@@ -26,7 +26,9 @@ class _Request:
 
     __slots__ = ("id", "prompt", "prompt_token_ids", "params", "stream", "sequences", "held", "metrics", "unfinished")
 
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
+    ) -> None:
         self.id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids

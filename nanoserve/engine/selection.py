@@ -7,7 +7,7 @@ from collections.abc import Callable
 from nanoserve.config import PluginChoice
 from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec
 from nanoserve.contracts.capabilities import PHASES, Phase, Requirements
-from nanoserve.contracts.errors import PluginError
+from nanoserve.contracts.errors import ConfigError, PluginError
 from nanoserve.contracts.policy import SelectionPolicy, SelectionShape
 from nanoserve.registry import Registry
 
@@ -22,6 +22,10 @@ def candidates_for(registry: Registry, choice: PluginChoice, need: Requirements)
     """
     found: dict[Phase, tuple[str, ...]] = {}
     chosen: AttentionSpec | None = None if choice.name == AUTO else registry.get("attention", choice.name)
+    if chosen is not None:
+        registry.make_options("attention", chosen, choice.options)  # backends are built late; refuse options early
+    elif choice.options:
+        raise ConfigError(f"attention.{next(iter(choice.options))}: attention={AUTO} has no options; choose a backend")
     for phase in PHASES:
         if chosen is not None and phase in chosen.capabilities.phases:
             reasons = chosen.capabilities.refusals(need, phase)
@@ -90,7 +94,9 @@ def make_builder(
         options = registry.make_options("attention", spec, choice.options if name == choice.name else {})
         backend = spec.factory(context, options)
         if not isinstance(backend, AttentionBackend):
-            raise PluginError(f"attention {name!r}: its factory returned {type(backend).__name__}, not AttentionBackend")
+            raise PluginError(
+                f"attention {name!r}: its factory returned {type(backend).__name__}, not AttentionBackend"
+            )
         return backend
 
     return build

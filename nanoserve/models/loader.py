@@ -35,17 +35,20 @@ PROGRESS_FROM_BYTES = 256 * 2**20
 def resolve_model(path_or_id: str | Path) -> Path:
     """The folder of a checkpoint.
 
-    path_or_id: a folder (relative to the working directory), ``pkg://package.name`` for one that ships in an installed
+    path_or_id: a folder (relative to the working directory), ``pkg://package/folder`` for one inside an installed
     package, or a Hugging Face hub id, which is downloaded or found in the hub's cache (HF_HOME, HF_HUB_OFFLINE and
     HF_TOKEN are honoured). Raises ModelLoadError.
     """
     name = str(path_or_id)
     if name.startswith(PACKAGE_PREFIX):
-        package = name.removeprefix(PACKAGE_PREFIX)
+        package, *below = name.removeprefix(PACKAGE_PREFIX).split("/")
         try:
-            return Path(str(importlib.resources.files(package)))
-        except ModuleNotFoundError as error:
+            folder = Path(str(importlib.resources.files(package).joinpath(*below)))
+        except (ModuleNotFoundError, ValueError) as error:
             raise ModelLoadError(f"model {name!r}: no such package is installed: {package}") from error
+        if not folder.is_dir():
+            raise ModelLoadError(f"model {name!r}: the package has no such folder")
+        return folder
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
@@ -205,13 +208,13 @@ def _shard_files(folder: Path) -> dict[str, list[str]]:
         by_file: dict[str, list[str]] = {}
         for name in _without_buffers(weight_map):
             by_file.setdefault(weight_map[name], []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        outside = [file_name for file_name in by_file if Path(file_name).name != file_name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(f"{index} is not a valid index of shards: {error!r}") from error
-    for file_name in by_file:
-        if Path(file_name).name != file_name:
-            raise ModelLoadError(f"{index} names {file_name!r}, which is not a file of the checkpoint folder")
-        if not (folder / file_name).is_file():
-            raise ModelLoadError(f"{folder} lacks {file_name}, which its index names")
+    if outside:
+        raise ModelLoadError(f"{index} names {outside[0]!r}, which is not a file of the checkpoint folder")
+    if absent := [file_name for file_name in by_file if not (folder / file_name).is_file()]:
+        raise ModelLoadError(f"{folder} lacks {_first(absent)}, which its index names")
     return by_file
 
 

@@ -33,13 +33,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompts is None):
-            raise ConfigError(
-                'give one of prompt="text to continue" and prompts=FILE.jsonl (nanoserve --help shows more)'
-            )
+            raise ConfigError('give either prompt="text to continue" or prompts=FILE.jsonl; see nanoserve --help')
         if self.output is not None and self.prompts is None:
-            raise ConfigError(
-                "output: it takes the results of prompts=FILE.jsonl; the text of prompt= goes to the terminal"
-            )
+            raise ConfigError("output: only the results of prompts=FILE.jsonl go into a file")
 
 
 def run(job: Job) -> dict[str, Any]:

@@ -5,11 +5,13 @@
     class TestWindow(AttentionBackendSuite):
         backend = "window"
 
-The plugin is found as an engine finds it: through its entry point. Needs pytest.
+The plugin is found as an engine finds it: through its entry point. Needs pytest and
+hypothesis.
 """
 
 from nanoserve.testing.attention import AttentionBackendSuite
 from nanoserve.testing.kvcache import KVCacheFormatSuite
 from nanoserve.testing.policy import PolicySuite
+from nanoserve.testing.scheduler import SchedulerSuite
 
-__all__ = ["AttentionBackendSuite", "KVCacheFormatSuite", "PolicySuite"]
+__all__ = ["AttentionBackendSuite", "KVCacheFormatSuite", "PolicySuite", "SchedulerSuite"]

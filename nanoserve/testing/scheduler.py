@@ -23,7 +23,7 @@ from nanoserve.testing.plugins import discover
 
 
 class Reference:
-    """What a prompt must continue with. The "KV" of a token is a digest of everything up to it; so is the next token."""
+    """What a prompt must continue with. The "KV" of a token is a digest of all up to it, and decides the next token."""
 
     def __init__(self, prompt: list[int], vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -68,17 +68,17 @@ class PagedModel:
             self.last_tokens.pop(seq.table_row, None)
         for row, column, block in zip(*self.blocks.take_table_updates(), strict=True):
             self.table[row, column] = block
-        work = [(seq, 1) for seq in schedule.decode] + schedule.prefill
-        for seq, n in work:
+        lengths = [1] * len(schedule.decode) + [n for _, n in schedule.prefill]
+        for seq, n in zip(scheduled(schedule), lengths, strict=True):
             for position in range(seq.num_computed_tokens - n, seq.num_computed_tokens):
                 self._store(seq, position)
         return [self._sample(seq) if seq.num_pending else [] for seq in scheduled(schedule)]
 
-    def _slot(self, seq: Any, position: int) -> int:
+    def _slot(self, seq: Sequence, position: int) -> int:
         size = self.blocks.block_size
         return self.table[seq.table_row, position // size] * size + position % size
 
-    def _store(self, seq: Any, position: int) -> None:
+    def _store(self, seq: Sequence, position: int) -> None:
         known = position < len(seq.token_ids)
         token = seq.token_ids[position] if known else self.last_tokens[seq.table_row]
         before = self.kv[self._slot(seq, position - 1)] if position else 0
@@ -98,7 +98,9 @@ class PagedModel:
 class Harness(Simulator):
     """A simulator that checks the contract at every step, and every token against its reference."""
 
-    def __init__(self, make: Any, limits: SchedulerLimits, blocks: BlockManager, vocab_size: int, overlap: bool) -> None:
+    def __init__(
+        self, make: Any, limits: SchedulerLimits, blocks: BlockManager, vocab_size: int, overlap: bool
+    ) -> None:
         super().__init__(make, limits, blocks, device=PagedModel(blocks), overlap=overlap)
         self.vocab_size = vocab_size
         self.sequences: list[Sequence] = []
@@ -119,28 +121,31 @@ class Harness(Simulator):
 
     def launch(self) -> Schedule:
         before = {
-            seq: (seq.num_computed_tokens, seq.num_tokens, seq.in_flight, seq.releasing, bool(seq.block_table))
+            seq: (seq.num_computed_tokens, seq.num_tokens, seq.in_flight, seq.releasing, seq.num_preemptions)
             for seq in self.sequences
             if seq.status != Status.FINISHED
         }
         schedule = super().launch()
-        work = dict(zip(scheduled(schedule), [1] * len(schedule.decode) + [n for _, n in schedule.prefill], strict=True))
+        work = dict(
+            zip(scheduled(schedule), [1] * len(schedule.decode) + [n for _, n in schedule.prefill], strict=True)
+        )
         limits = self.limits
         assert len(work) == len(schedule.decode) + len(schedule.prefill), "a sequence was scheduled twice in a round"
         assert len(work) <= limits.max_num_seqs, f"{len(work)} sequences in a step, {limits.max_num_seqs} allowed"
         assert sum(work.values()) <= limits.max_num_batched_tokens, f"{sum(work.values())} tokens in a step"
-        for seq, (computed, num_tokens, in_flight, releasing, held) in before.items():
+        for seq, (computed, num_tokens, in_flight, releasing, num_preemptions) in before.items():
             assert (seq.in_flight > in_flight) == (seq in work), f"{seq}: a grant that is not in the schedule"
             if seq not in work:
                 continue
             assert not releasing, f"{seq} was scheduled while its blocks are on their way back"
             assert num_tokens < seq.max_num_tokens, f"{seq} was scheduled beyond its last token"
-            assert seq.num_computed_tokens == computed + work[seq] or not held, f"{seq}: not what was granted"
-            caught_up = seq.num_pending > 0
-            assert (seq.status == Status.RUNNING) == caught_up, f"{seq} has the wrong status"
-            assert held and num_tokens == computed + 1 or seq not in schedule.decode, f"{seq} is not ready to decode"
-        active = sum(bool(s.block_table) and not s.releasing and s.num_tokens < s.max_num_tokens for s in before)
-        assert active <= limits.max_num_seqs + len(work), f"{active} sequences hold blocks"
+            held = computed > 0 and seq.num_preemptions == num_preemptions
+            assert not held or seq.num_computed_tokens == computed + work[seq], f"{seq} was granted something else"
+            assert (seq.status == Status.RUNNING) == (seq.num_pending > 0), f"{seq} has the wrong status"
+            assert seq not in schedule.decode or (held and num_tokens == computed + 1), f"{seq} is not ready to decode"
+        going_on = [seq for seq, (_, num_tokens, *_) in before.items() if num_tokens < seq.max_num_tokens]
+        active = sum(bool(seq.block_table) and not seq.releasing for seq in going_on)
+        assert active <= limits.max_num_seqs, f"{active} sequences hold blocks, {limits.max_num_seqs} may run"
         self.trace.append(([s.request_id for s in schedule.decode], [(s.request_id, n) for s, n in schedule.prefill]))
         self._check_books()
         return schedule
@@ -270,7 +275,9 @@ class SchedulerSuite:
         """C10: before and after every single launch and commit; the others, one of which shares its prefix, go on."""
         moment, done = 0, False
         while not done:
-            harness = self.harness(num_blocks=6, block_size=4, max_num_batched_tokens=7, max_num_seqs=3, overlap=overlap)
+            harness = self.harness(
+                num_blocks=6, block_size=4, max_num_batched_tokens=7, max_num_seqs=3, overlap=overlap
+            )
             common = [1, 2, 3, 4]
             tails = [[5] * 9, [6] * 2, [5] * 5, [7]]
             seqs = [harness.add(str(i), common + tail, 6) for i, tail in enumerate(tails)]

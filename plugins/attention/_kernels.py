@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from nanoserve.contracts.attention import AttentionContext, DecodeMetadata
 
@@ -150,6 +151,15 @@ def attend_group(
 
 
 @triton.jit
+def _load_words(cache, row, word, WORDS: tl.constexpr, W: tl.constexpr):
+    """int32 ``[rows, W]``; words past the row's end are 0."""
+    offset = row[:, None] * WORDS + word[None, :]
+    if W == WORDS:
+        return tl.load(cache + offset)
+    return tl.load(cache + offset, mask=(word < WORDS)[None, :], other=0)
+
+
+@triton.jit
 def attend_group_words(
     q,
     q_stride_head,
@@ -182,7 +192,6 @@ def attend_group_words(
     WORDS: tl.constexpr = HEAD_DIM // 4
     head = tl.arange(0, M)
     word = tl.arange(0, W)
-    in_word = (word < WORDS)[None, :]
     q_words = q + head[None, :] * q_stride_head + 4 * word[:, None]
     q_mask = (head < GROUP)[None, :] & (word < WORDS)[:, None]
     q0 = tl.load(q_words, mask=q_mask, other=0.0).to(dtype)
@@ -196,28 +205,27 @@ def attend_group_words(
     acc2 = tl.zeros([W, M], tl.float32)
     acc3 = tl.zeros([W, M], tl.float32)
 
+    # Tokens past the end read the last one's row again: no stale row is ever touched, and nothing needs a mask.
     token = start + tl.arange(0, N)
-    live = token < end
-    block = tl.load(block_row + token // BLOCK_SIZE, mask=live, other=0)
-    row = cache_rows(block, token, kv_head, KV_HEADS, BLOCK_SIZE)
-    block = tl.load(block_row + (token + N) // BLOCK_SIZE, mask=token + N < end, other=0)
-    k = tl.load(k_cache + row[:, None] * WORDS + word[None, :], mask=live[:, None] & in_word, other=0)
-    ks = tl.load(k_scale + row, mask=live, other=0.0)
-    v = tl.load(v_cache + row[:, None] * WORDS + word[None, :], mask=live[:, None] & in_word, other=0)
-    vs = tl.load(v_scale + row, mask=live, other=0.0)
+    block = tl.load(block_row + tl.minimum(token, end - 1) // BLOCK_SIZE)
+    row = cache_rows(block, tl.minimum(token, end - 1), kv_head, KV_HEADS, BLOCK_SIZE)
+    block = tl.load(block_row + tl.minimum(token + N, end - 1) // BLOCK_SIZE)
+    k = _load_words(k_cache, row, word, WORDS, W)
+    ks = tl.load(k_scale + row)
+    v = _load_words(v_cache, row, word, WORDS, W)
+    vs = tl.load(v_scale + row)
     for _ in range(start, end, N):
         k0, k1, k2, k3 = unpack_int8(k, dtype, ASM)
         score = tl.dot(k0, q0, input_precision="ieee")
         score = tl.dot(k1, q1, score, input_precision="ieee")
         score = tl.dot(k2, q2, score, input_precision="ieee")
         score = tl.dot(k3, q3, score, input_precision="ieee")
-        score = tl.where(live[:, None], score * (ks.to(tl.float32) * qk_scale)[:, None], float("-inf"))
+        score = tl.where((token < end)[:, None], score * (ks.to(tl.float32) * qk_scale)[:, None], float("-inf"))
         token += N
-        live = token < end
-        row = cache_rows(block, token, kv_head, KV_HEADS, BLOCK_SIZE)
-        block = tl.load(block_row + (token + N) // BLOCK_SIZE, mask=token + N < end, other=0)
-        k = tl.load(k_cache + row[:, None] * WORDS + word[None, :], mask=live[:, None] & in_word, other=0)
-        ks = tl.load(k_scale + row, mask=live, other=0.0)
+        row = cache_rows(block, tl.minimum(token, end - 1), kv_head, KV_HEADS, BLOCK_SIZE)
+        block = tl.load(block_row + tl.minimum(token + N, end - 1) // BLOCK_SIZE)
+        k = _load_words(k_cache, row, word, WORDS, W)
+        ks = tl.load(k_scale + row)
         new_maximum = tl.maximum(maximum, tl.max(score, 0) - 8.0)
         correction = tl.exp2(maximum - new_maximum)[None, :]
         p = tl.exp2(score - new_maximum[None, :])
@@ -229,8 +237,8 @@ def attend_group_words(
         acc1 = tl.dot(tl.trans(v1), p, acc1 * correction, input_precision="ieee")
         acc2 = tl.dot(tl.trans(v2), p, acc2 * correction, input_precision="ieee")
         acc3 = tl.dot(tl.trans(v3), p, acc3 * correction, input_precision="ieee")
-        v = tl.load(v_cache + row[:, None] * WORDS + word[None, :], mask=live[:, None] & in_word, other=0)
-        vs = tl.load(v_scale + row, mask=live, other=0.0)
+        v = _load_words(v_cache, row, word, WORDS, W)
+        vs = tl.load(v_scale + row)
     acc = tl.join(tl.join(acc0, acc1), tl.join(acc2, acc3))  # [word, head, low bit of the byte, high bit]
     acc = tl.reshape(tl.permute(acc, (1, 0, 3, 2)), [M, 4 * W])
     return acc, maximum, tl.sum(normaliser, 0)
@@ -263,6 +271,7 @@ def _pieces(context_len, chunk, STEP: tl.constexpr):
 def _plan(
     context_lens,
     items,
+    splits,
     batch,
     target,
     num_items,
@@ -283,12 +292,12 @@ def _plan(
     first = tl.zeros([BLOCK], tl.int32)
     for start in range(0, BLOCK, OTHERS):
         other = start + tl.arange(0, OTHERS)
-        other_length, other_pieces = _pieces(
-            tl.load(context_lens + other, mask=other < batch, other=0), chunk, STEP
-        )
+        other_length, other_pieces = _pieces(tl.load(context_lens + other, mask=other < batch, other=0), chunk, STEP)
         longer = other_length[None, :] > length[:, None]
         tie = (other_length[None, :] == length[:, None]) & (other[None, :] < seq[:, None])
         first += tl.sum(tl.where(longer | tie, other_pieces[None, :], 0), 1)
+    tl.store(splits + 2 * seq, first, mask=seq < batch)
+    tl.store(splits + 2 * seq + 1, pieces, mask=seq < batch)
     for piece in range(tl.max(pieces, 0)):
         item = items + (first + piece) * 8
         mine = piece < pieces
@@ -303,6 +312,57 @@ def _plan(
         tl.store(items + idle * 8, -1, mask=idle < num_items)
 
 
+@triton.jit
+def merge_pieces(partial, lse, row, pieces, row_stride, D: tl.constexpr, P: tl.constexpr):
+    """Σ 2^lse[i] · partial[i] / Σ 2^lse[i] over rows ``row + i · row_stride``, i < pieces, P at a time → fp32 ``[D]``.
+
+    Read past L1 (``.cg``), which does not see what other multiprocessors write.
+    """
+    dim = tl.arange(0, D)
+    maximum = float("-inf")
+    normaliser = 0.0
+    acc = tl.zeros([D], tl.float32)
+    for start in range(0, pieces, P):
+        piece = start + tl.arange(0, P)
+        live = piece < pieces
+        rows = row + piece * row_stride
+        weight = tl.load(lse + rows, mask=live, other=float("-inf"), cache_modifier=".cg")
+        address = partial + rows.to(tl.int64)[:, None] * D + dim[None, :]
+        values = tl.load(address, mask=live[:, None], other=0.0, cache_modifier=".cg")
+        new_maximum = tl.maximum(maximum, tl.max(weight, 0))
+        correction = tl.exp2(maximum - new_maximum)
+        weight = tl.exp2(weight - new_maximum)
+        maximum = new_maximum
+        normaliser = normaliser * correction + tl.sum(weight, 0)
+        acc = acc * correction + tl.sum(values * weight[:, None], 0)
+    return acc / normaliser
+
+
+@triton.jit
+def _merge(
+    partial,
+    lse,
+    splits,
+    out,
+    out_stride_token,
+    out_stride_head,
+    Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out ``[num_seqs, q_heads, head_dim]``; grid (q_heads, num_seqs). Sequences in one piece are complete already."""
+    q_head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    if PDL:
+        gdc_wait()
+    first = tl.load(splits + 2 * seq)
+    pieces = tl.load(splits + 2 * seq + 1)
+    if pieces > 1:
+        merged = merge_pieces(partial, lse, first * Q_HEADS + q_head, pieces, Q_HEADS, D, P=32)
+        store_heads(out + seq * out_stride_token + q_head * out_stride_head, 0, merged[None, :], 1, HEAD_DIM)
+
+
 class WorkList:
     """A decode batch cut into work items by the device, once per step, for kernels whose grid is (kv_heads, items).
 
@@ -312,7 +372,7 @@ class WorkList:
     short ones fill the end. The number of items depends on the batch size alone, hence one CUDA graph serves all contexts.
 
     items: int32 ``[num_items, 8]``: sequence (-1: nothing to do), first token, end token, first item of the
-    sequence, pieces of the sequence; three unused. partial, lse: fp32 results of pieces of split contexts,
+    sequence, pieces of the sequence; three unused. splits: int32 ``[max_num_seqs, 2]``, the last two per sequence. partial, lse: fp32 results of pieces of split contexts,
     ``[items, kv_heads, group, head_dim padded to a power of two]`` and ``[items, kv_heads, group]``.
     arrived: int32 ``[max_num_seqs, kv_heads]``, pieces done; whoever does the last one merges and resets it to 0.
     """
@@ -323,6 +383,7 @@ class WorkList:
         most = self.num_items(context.max_num_seqs)
         partial = (most, kv_heads, context.num_q_heads // kv_heads)
         self.items = torch.empty(most, 8, dtype=torch.int32, device=device)
+        self.splits = torch.empty(context.max_num_seqs, 2, dtype=torch.int32, device=device)
         self.partial = torch.empty(*partial, triton.next_power_of_2(context.head_dim), device=device)
         self.lse = torch.empty(partial, device=device)
         self.arrived = torch.zeros(context.max_num_seqs, kv_heads, dtype=torch.int32, device=device)
@@ -338,6 +399,7 @@ class WorkList:
         _plan[(1,)](
             meta.context_lens,
             self.items,
+            self.splits,
             meta.num_seqs,
             self.target,
             num_items,
@@ -348,3 +410,21 @@ class WorkList:
             num_warps=8 if block > 64 else 1,
         )
         return num_items
+
+    def merge(self, out: torch.Tensor, num_seqs: int, **launch: bool) -> None:
+        """Merge what the items left in ``partial``, as a launch of its own: better than the last item's doing it when
+        contexts have many pieces, because every query head has a program. launch: ``launch_pdl`` or nothing."""
+        q_heads, head_dim = out.shape[1:]
+        _merge[(q_heads, num_seqs)](
+            self.partial,
+            self.lse,
+            self.splits,
+            out,
+            *out.stride()[:2],
+            Q_HEADS=q_heads,
+            HEAD_DIM=head_dim,
+            D=self.partial.shape[-1],
+            PDL=bool(launch),
+            num_warps=4,
+            **launch,
+        )

@@ -12,6 +12,7 @@ import torch
 
 from nanoserve.contracts.attention import PrefillMetadata
 
+
 def query_tiles(meta: PrefillMetadata, tokens_per_tile: int, sources: np.ndarray | None = None) -> np.ndarray:
     """Records ``(source, row, rows, position)`` int32 ``[tiles, 4]``, longest first.
 
@@ -52,3 +53,6 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Of the GPU; the interpreter counts as the oldest GPU that the tiled kernels support."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
+def tile_records(): ...

@@ -18,6 +18,7 @@ from nanoserve_plugins.attention._kernels import (
     WorkList,
     attend_group,
     attend_group_words,
+    merge_pieces,
     num_multiprocessors,
     qk_scale,
     store_heads,
@@ -63,6 +64,7 @@ class PagedV2SplitBackend(AttentionBackend):
 
     def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
         context, work = self.context, self.work
+        fused_merge = not self.quantized or meta.num_seqs >= 16
         k, v = (x.view(torch.int32) if self.quantized else x for x in (layer.k, layer.v))
         paged_v2_split_kernel[(context.num_kv_heads, meta.plan)](
             q,
@@ -87,6 +89,7 @@ class PagedV2SplitBackend(AttentionBackend):
             QUANTIZED=self.quantized,
             ASM=self.asm,
             PDL=bool(self.launch),
+            FUSED_MERGE=fused_merge,
             M=8 if self.quantized and context.num_q_heads <= 8 * context.num_kv_heads else 16,
             D=self.head_dim_padded,
             N=self.tile,
@@ -94,6 +97,8 @@ class PagedV2SplitBackend(AttentionBackend):
             num_stages=3,
             **self.launch,
         )
+        if not fused_merge:
+            work.merge(out, meta.num_seqs, **self.launch)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -122,6 +127,7 @@ def paged_v2_split_kernel(
     QUANTIZED: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
+    FUSED_MERGE: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -198,57 +204,15 @@ def paged_v2_split_kernel(
     row = (item * KV_HEADS + kv_head) * GROUP
     store_heads(partial + row.to(tl.int64) * D, D, acc, GROUP, D)
     tl.store(lse + row + head, maximum + tl.log2(normaliser), mask=head < GROUP)
-    tl.debug_barrier()  # every thread's partial result is written before one of them announces it
-    done = tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel")
-    if done == pieces - 1:
-        tl.store(arrived + seq * KV_HEADS + kv_head, 0)
-        merge_pieces(partial, lse, out_group, out_stride_head, first, pieces, kv_head, KV_HEADS, GROUP, HEAD_DIM, D)
-
-
-@triton.jit
-def merge_pieces(
-    partial,
-    lse,
-    out_group,
-    out_stride_head,
-    first,
-    pieces,
-    kv_head,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr = 16,
-):
-    """out = Σ 2^lse[p] · partial[p] / Σ 2^lse[p] over a sequence's pieces, P at a time. Read past L1 (``.cg``), which
-    is not coherent with the writes of other multiprocessors."""
-    dim = tl.arange(0, D)
-    for g in range(GROUP):
-        maximum = float("-inf")
-        normaliser = 0.0
-        acc = tl.zeros([D], tl.float32)
-        for start in range(0, pieces, P):
-            piece = start + tl.arange(0, P)
-            live = piece < pieces
-            row = ((first + piece) * KV_HEADS + kv_head) * GROUP + g
-            weight = tl.load(lse + row, mask=live, other=float("-inf"), cache_modifier=".cg")
-            values = tl.load(
-                partial + row.to(tl.int64)[:, None] * D + dim[None, :],
-                mask=live[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new_maximum = tl.maximum(maximum, tl.max(weight, 0))
-            correction = tl.exp2(maximum - new_maximum)
-            weight = tl.exp2(weight - new_maximum)
-            maximum = new_maximum
-            normaliser = normaliser * correction + tl.sum(weight, 0)
-            acc = acc * correction + tl.sum(values * weight[:, None], 0)
-        tl.store(
-            out_group + g * out_stride_head + dim,
-            (acc / normaliser).to(out_group.dtype.element_ty),
-            mask=dim < HEAD_DIM,
-        )
+    if FUSED_MERGE:
+        tl.debug_barrier()  # every thread's part is written before one of them announces it
+        done = tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel")
+        if done == pieces - 1:
+            tl.store(arrived + seq * KV_HEADS + kv_head, 0)
+            for g in range(GROUP):
+                row = (first * KV_HEADS + kv_head) * GROUP + g
+                merged = merge_pieces(partial, lse, row, pieces, KV_HEADS * GROUP, D, P=8)
+                store_heads(out_group + g * out_stride_head, 0, merged[None, :], 1, HEAD_DIM)
 
 
 @hookimpl

@@ -175,7 +175,7 @@ class SDPABackend(AttentionBackend):
         """block_table int32 ``[n, max_blocks]``, positions int64 ``[n, k]`` or ``[k]`` → slots int64 ``[n, k]``."""
         block_size = self.context.block_size
         blocks = block_table.gather(1, (positions // block_size).expand(block_table.shape[0], -1))
-        return blocks.long() * block_size + positions % block_size
+        return blocks * block_size + positions % block_size
 
     def _to_device(self, rows: Sequence[int]) -> torch.Tensor:
         host = torch.tensor(rows)

@@ -107,8 +107,20 @@ def _rope(first, second, eps, weight, cos_sin, position, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
-def _store_halves(first, second, cache, scales, copy, cache_row, copy_at, keep, half, in_half, HEAD_DIM: tl.constexpr,
-                  QUANTIZED: tl.constexpr):
+def _store_halves(
+    first,
+    second,
+    cache,
+    scales,
+    copy,
+    cache_row,
+    copy_at,
+    keep,
+    half,
+    in_half,
+    HEAD_DIM: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
     """Both halves of rows (values of the compute dtype, as fp32) into the cache and, as it holds them, to ``copy``."""
     target = cache_row[:, None] * HEAD_DIM + half[None, :]
     mask = in_half[None, :]
@@ -117,8 +129,8 @@ def _store_halves(first, second, cache, scales, copy, cache_row, copy_at, keep, 
         tl.store(scales + cache_row, stored, mask=keep)
         first, second = _int8_round(first, divisor), _int8_round(second, divisor)
     first, second = first.to(cache.dtype.element_ty), second.to(cache.dtype.element_ty)
-    tl.store(cache + target, first, mask=mask & keep)
-    tl.store(cache + target + HEAD_DIM // 2, second, mask=mask & keep)
+    tl.store(cache + target, first, mask=mask & keep[:, None])
+    tl.store(cache + target + HEAD_DIM // 2, second, mask=mask & keep[:, None])
     first, second = first.to(tl.float32), second.to(tl.float32)
     if QUANTIZED:
         first, second = first * stored.to(tl.float32)[:, None], second * stored.to(tl.float32)[:, None]
@@ -158,10 +170,9 @@ def norm_rope_store_kernel(
     token = (tl.program_id(0) // groups).to(tl.int64)
     first_head = tl.program_id(0) % groups * HEADS
     position = tl.load(positions + token)
-    slot = tl.load(slots + token)
-    keep = slot >= 0
-
     head = first_head + tl.arange(0, HEADS)
+    slot = tl.load(slots + token + tl.zeros_like(head))  # one per row: the interpreter cannot broadcast a scalar mask
+    keep = slot >= 0
     half = tl.arange(0, BLOCK_HALF)
     in_half = half < HEAD_DIM // 2
     source = qkv + token * QKV_TOKEN + head[:, None] * HEAD_DIM + half[None, :]
@@ -184,8 +195,12 @@ def norm_rope_store_kernel(
             _store_halves(first, second, v_cache, v_scale, fused, row, at, keep, half, in_half, HEAD_DIM, QUANTIZED)
         else:
             target = row[:, None] * HEAD_DIM + half[None, :]
-            tl.store(v_cache + target, first.to(v_cache.dtype.element_ty), mask=in_half[None, :] & keep)
-            tl.store(v_cache + target + HEAD_DIM // 2, second.to(v_cache.dtype.element_ty), mask=in_half[None, :] & keep)
+            mask = in_half[None, :] & keep[:, None]
+            tl.store(v_cache + target, first.to(v_cache.dtype.element_ty), mask=mask)
+            tl.store(v_cache + target + HEAD_DIM // 2, second.to(v_cache.dtype.element_ty), mask=mask)
+
+
+ROWS = 16  # vectors of K and of V that one program stores
 
 
 def _supports_pdl(x: torch.Tensor) -> bool:
@@ -198,9 +213,8 @@ def store(layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: tor
     num_rows = num_tokens * num_heads
     if not num_rows:
         return
-    rows = 4 if num_rows < 4096 else 16
     pdl = _supports_pdl(k)
-    store_kernel[(triton.cdiv(num_rows, rows),)](
+    store_kernel[(triton.cdiv(num_rows, ROWS),)](
         k,
         v,
         layer.k,
@@ -217,10 +231,10 @@ def store(layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: tor
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=layer.k.shape[2],
-        ROWS=rows,
+        ROWS=ROWS,
         QUANTIZED=layer.k_scale is not None,
         PDL=pdl,
-        num_warps=1 if rows == 4 else 4,
+        num_warps=4,
         launch_pdl=pdl,
     )
 

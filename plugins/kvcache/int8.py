@@ -5,7 +5,9 @@ A head vector of 128 elements takes 130 bytes instead of 256 in bf16. Scales hav
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from nanoserve_plugins.kvcache._reference import drop_skipped, gather_rows, scatter_rows
@@ -66,7 +68,19 @@ class Int8KVCache(KVCacheFormat):
         self.layers = [LayerCache(self.name, data(), data(), scale(), scale()) for _ in range(shape.num_layers)]
 
     def store(self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        self._store_torch(layer, k, v, slot_mapping)
+        if k.is_cuda:
+            from nanoserve_plugins.kvcache import _kernels  # here, because only a GPU needs triton
+
+            _kernels.store(layer, k, v, slot_mapping)
+        else:
+            self._store_torch(layer, k, v, slot_mapping)
+
+    def norm_rope_store(self) -> Callable[..., Any] | None:
+        if self.shape.device.type != "cuda":
+            return None
+        from nanoserve_plugins.kvcache import _kernels
+
+        return _kernels.norm_rope_store
 
     def _store_torch(self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         slots, k, v = drop_skipped(slot_mapping, k, v)

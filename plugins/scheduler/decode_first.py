@@ -187,7 +187,7 @@ class DecodeFirst(Scheduler):
         if schedule or self.blocks.num_releasing or any(seq.in_flight for seq in chain(self.running, self.waiting)):
             return
         while not schedule and self._drop_last_partial():
-            self._short = False
+            self._short = self._num_partial > 0  # who is half done goes on before anybody is admitted
             self._prefill(schedule, self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanoserve_plugins.scheduler.decode_first import DecodeFirst
+
 from nanoserve.contracts.scheduling import Schedule, SchedulerSpec, Sequence
 from nanoserve.hookspecs import hookimpl
-from nanoserve_plugins.scheduler.decode_first import DecodeFirst
 
 
 @dataclass(frozen=True)

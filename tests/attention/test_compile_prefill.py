@@ -18,18 +18,18 @@ SHARED_MEMORY = {SM80: 163 << 10, SM90: 227 << 10}  # bytes that one program may
 
 FRESH, LONG, CHUNK = [(512, 512)], [(2048, 2048)], [(512, 1024)]
 FLASH_CASES = {
-    **{f"head_dim {d}": dict(head_dim=d) for d in (64, 96, 128, 256)},
-    **{f"gqa {g}": dict(num_q_heads=2 * g) for g in (1, 3, 8)},
-    **{f"{n} tokens": dict(lens=[(n, n)]) for n in (16, 128, 2048)},
-    "fp16": dict(dtype="float16"),
-    "fp32": dict(dtype="float32"),
-    "chunk, page 16": dict(lens=CHUNK, block_size=16),
-    "chunk, page 256": dict(lens=CHUNK),
-    "int8 chunk, page 16": dict(lens=CHUNK, block_size=16, kv_format="int8"),
-    "int8 chunk, page 256": dict(lens=CHUNK, kv_format="int8"),
+    **{f"head_dim {d}": {"head_dim": d} for d in (64, 96, 128, 256)},
+    **{f"gqa {g}": {"num_q_heads": 2 * g} for g in (1, 3, 8)},
+    **{f"{n} tokens": {"lens": [(n, n)]} for n in (16, 128, 2048)},
+    "fp16": {"dtype": "float16"},
+    "fp32": {"dtype": "float32"},
+    "chunk, page 16": {"lens": CHUNK, "block_size": 16},
+    "chunk, page 256": {"lens": CHUNK},
+    "int8 chunk, page 16": {"lens": CHUNK, "block_size": 16, "kv_format": "int8"},
+    "int8 chunk, page 256": {"lens": CHUNK, "kv_format": "int8"},
 }
 CASES = {
-    "triton_varlen": {"bf16": {}, "int8": dict(kv_format="int8")},
+    "triton_varlen": {"bf16": {}, "int8": {"kv_format": "int8"}},
     "triton_flash": FLASH_CASES,
 }
 
@@ -43,7 +43,7 @@ def attend(name, capability, kv_format="bf16", dtype="bfloat16", lens=FRESH, blo
     from nanoserve.registry import Registry
     from nanoserve.testing.attention import make_case, make_context
 
-    kwargs = dict(num_q_heads=4, num_kv_heads=2, head_dim=128, max_model_len=4096) | kwargs
+    kwargs = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "max_model_len": 4096} | kwargs
     registry = Registry.discover()
     context = make_context(
         registry.get("kvcache", kv_format),

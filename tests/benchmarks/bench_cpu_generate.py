@@ -48,7 +48,9 @@ def main() -> None:
                 if round_:  # the first round warms up
                     times[name].append(time.perf_counter() - start)
     rate = {name: len(PROMPTS) * TOKENS / statistics.median(values) for name, values in times.items()}
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {len(PROMPTS)} prompts x {TOKENS} tokens, fp32")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {len(PROMPTS)} prompts x {TOKENS} tokens, fp32"
+    )
     for name, value in rate.items():
         print(f"{name:14} {value:8.0f} output tokens/s")
     print(f"ratio          {rate['nanoserve'] / rate['transformers']:8.2f}")

@@ -37,9 +37,7 @@ def draw(seed: int) -> tuple[dict, dict, list[list[int]], list[SamplingParams]]:
         "max_num_batched_tokens": rng.choice([8, 32, 100, 1000]),
         "max_num_seqs": rng.choice([1, 2, 3, 16]),
         "enable_prefix_caching": rng.random() < 0.7,
-        "scheduler": rng.choice(
-            ["decode_first", {"name": "decode_first", "max_partial_prefills": 1}, "prefill_first"]
-        ),
+        "scheduler": rng.choice(["decode_first", {"name": "decode_first", "max_partial_prefills": 1}, "prefill_first"]),
         "overlap": rng.random() < 0.5,
     }
     return rng.choice(MODELS), engine, prompts, params

@@ -11,13 +11,13 @@ from importlib import resources
 import pytest
 import torch
 import yaml
-from tests.helpers.tiny_model import build_tiny_model
 from transformers import Qwen3ForCausalLM as HFQwen3
 
 from nanoserve.contracts.errors import ModelLoadError
 from nanoserve.models.config import ModelConfig, eos_token_ids
 from nanoserve.models.parallel import ParallelContext
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
+from tests.helpers.tiny_model import build_tiny_model
 
 SHAPE = {
     "model_type": "qwen3",
@@ -143,7 +143,9 @@ def test_broken_files(tmp_path):
         ModelConfig.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": None}, {"eos_token_id": 3}, {"eos_token_id": [3, 5]}])
+@pytest.mark.parametrize(
+    "generation", [None, {}, {"eos_token_id": None}, {"eos_token_id": 3}, {"eos_token_id": [3, 5]}]
+)
 def test_eos_ids_follow_hugging_face(tmp_path, generation):
     """C33: the generation config decides when there is one, config.json otherwise; the rule is generate's own."""
     build_tiny_model(tmp_path)

@@ -82,9 +82,8 @@ def test_qk_norm_rope(q_heads, kv_heads, head_dim, dtype):
     before = qkv.clone()
     q, k, v = qk_norm_rope(qkv, *weights, 1e-6, table, positions, q_heads, kv_heads, head_dim)
 
-    q_in, k_in, v_in = (
-        part.unflatten(1, (-1, head_dim)) for part in before.float().split([x * head_dim for x in (q_heads, kv_heads, kv_heads)], 1)
-    )  # fmt: skip
+    heads = before.float().unflatten(1, (-1, head_dim))
+    q_in, k_in, v_in = heads.split([q_heads, kv_heads, kv_heads], dim=1)
     cos, sin = (x.repeat(1, 2) for x in table[positions.long()].chunk(2, dim=1))
     for norm in norms:
         norm.float()

@@ -57,6 +57,7 @@ COMBINATIONS = [
     {"temperature": 1.7, "top_k": 20, "top_p": 0.8},
     {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05},
     {"temperature": 2.0, "top_k": 9, "top_p": 0.7, "min_p": 0.02},
+    {"temperature": 3.0, "top_p": 0.8, "min_p": 0.3},
 ]
 
 
@@ -110,6 +111,24 @@ def test_extreme_random_numbers_give_the_outermost_possible_tokens(vocab_size):
     assert rows.sampler(logits, plan).token_ids.tolist() == [first, last]
 
 
+def test_rounding_never_leads_beyond_the_last_possible_token():
+    torch.manual_seed(8)
+    logits = torch.randn(500, 128)
+    logits[:, -1] = -torch.inf
+    rows = Rows([SamplingParams()] * 500, vocab_size=128)
+    plan = rows.plan()
+    plan.params[UNIFORM] = 1 - 2.0**-24
+    assert set(rows.sampler(logits, plan).token_ids.tolist()) == {126}
+
+
+def test_top_k_keeps_a_tail_that_rounding_would_lose():
+    logits = torch.cat([torch.linspace(0, 1, 299), torch.tensor([25.0, -50.0])])[None]
+    rows = Rows([SamplingParams(top_k=300)], vocab_size=301)
+    plan = rows.plan()
+    plan.params[UNIFORM] = 1e-20
+    assert rows.sampler(logits, plan).token_ids.tolist() == [0]
+
+
 def test_top_k_is_exact_among_equal_logits():
     rows = Rows([SamplingParams(top_k=k) for k in (1, 3) for _ in range(200)], vocab_size=400)
     tokens = rows.tokens(torch.zeros(400, 400))
@@ -138,11 +157,14 @@ def test_tiny_temperatures_take_the_most_likely_token(dtype):
     logits = (torch.randn(1, 512).clamp(-3, 3) * 3.5).to(dtype)
     logits[0, 77] = 11.06
     rows = Rows([SamplingParams(temperature=t, logprobs=1) for t in temperatures], vocab_size=512)
+    hottest = set()
     for position in range(20):
         output = rows(logits.expand(len(temperatures), -1), positions=position)
         assert output.token_ids[:7].tolist() == [77] * 7
         assert output.logprobs.chosen.isfinite().all()
         assert (output.token_ids >= 0).all()
+        hottest.add(int(output.token_ids[-1]))
+    assert len(hottest) > 15
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
@@ -171,41 +193,44 @@ def test_an_empty_step():
 # ------------------------------------------------------------------------------------------------------ independence
 
 
-def test_a_request_does_not_depend_on_its_neighbours():
-    """C25: R alone, and first / middle / last among neighbours that take every other path through the sampler."""
+NEIGHBOURS = {
+    "all kinds": [{}, {"temperature": 0}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"presence_penalty": 1}],
+    "narrow": [{"top_k": 3}, {"top_k": 7, "top_p": 0.5}],
+}
+REQUESTS = [
+    {},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.3, "logit_bias": {3: 4.0}, "min_tokens": 5},
+]
+
+
+@pytest.mark.parametrize("neighbours", NEIGHBOURS)
+@pytest.mark.parametrize("options", REQUESTS, ids=str)
+def test_a_request_does_not_depend_on_its_neighbours(options, neighbours):
+    """C25: alone, first, in the middle, last, twice, whatever path through the sampler the others take."""
     torch.manual_seed(4)
-    vocab_size, steps = 700, 20
-    kinds = [
-        {"temperature": 0.9, "seed": 42},
-        {"temperature": 0.9, "seed": 42, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
-        {"temperature": 0.9, "seed": 42, "repetition_penalty": 1.3, "logit_bias": {3: 4.0}, "min_tokens": 5},
-    ]
-    others = [{}, {"temperature": 0}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"seed": 1, "presence_penalty": 1}]
-    logits = torch.randn(steps, 10, vocab_size) * 3
-    for kind in kinds:
-        request = SamplingParams(**kind)
+    request, others = SamplingParams(temperature=0.9, seed=42, **options), NEIGHBOURS[neighbours]
+    logits = torch.randn(20, 10, 700) * 3
 
-        def run(places, num_rows, request=request):
-            params = [SamplingParams(**others[i % len(others)]) for i in range(num_rows)]
-            seeds = [100 + i for i in range(num_rows)]
-            for place in places:
-                params[place], seeds[place] = request, request.seed
-            rows = Rows(params, seeds, vocab_size, stop_ids={9})
-            out = []
-            for step in range(steps):
-                x = logits[step, :num_rows].clone()
-                x[list(places)] = logits[step, 0]
-                tokens = rows.tokens(x, positions=step)
-                for seq, token in zip(rows.seqs, tokens, strict=True):
-                    seq.token_ids.append(token)
-                out.append([tokens[place] for place in places])
-            return [list(stream) for stream in zip(*out, strict=True)]
+    def run(places, num_rows):
+        params = [SamplingParams(**others[i % len(others)]) for i in range(num_rows)]
+        seeds = [100 + i for i in range(num_rows)]
+        for place in places:
+            params[place], seeds[place] = request, request.seed
+        rows, outputs = Rows(params, seeds, 700, stop_ids={9}), []
+        for step, x in enumerate(logits[:, :num_rows].clone()):
+            x[list(places)] = logits[step, 0]
+            tokens = rows.tokens(x, positions=step)
+            for seq, token in zip(rows.seqs, tokens, strict=True):
+                seq.token_ids.append(token)
+            outputs.append([tokens[place] for place in places])
+        return [list(stream) for stream in zip(*outputs, strict=True)]
 
-        (alone,) = run([0], 1)
-        assert len(set(alone)) > 5
-        for place in (0, 4, 9):
-            assert run([place], 10) == [alone]
-        assert run([2, 7], 9) == [alone, alone]
+    (alone,) = run([0], 1)
+    assert len(set(alone)) > 5
+    for place in (0, 4, 9):
+        assert run([place], 10) == [alone]
+    assert run([2, 7], 9) == [alone, alone]
 
 
 def test_seeds_differ_and_repeat():

@@ -52,7 +52,7 @@ class _AbsentGPU:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.target.arch  # compiled kernels are remembered per device
 
     def get_current_stream(self, device: int) -> int:
         return 0

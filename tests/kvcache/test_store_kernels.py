@@ -18,6 +18,11 @@ class KernelSuite(KVCacheFormatSuite):
         kv.norm_rope_store = lambda: _kernels.norm_rope_store
         return kv
 
+    def test_fused_norm_rope_store(self, dtype):
+        if dtype == "bfloat16" and self.device == "cpu":
+            pytest.skip("the interpreter rounds to bfloat16 towards zero")
+        super().test_fused_norm_rope_store(dtype)
+
     def store_both_ways(self, dtype, k, v, slots, **kwargs):
         """Bytes that the kernel and the torch path leave in equal caches."""
         mine, theirs = self.build(dtype, **kwargs), self.build(dtype, **kwargs)
@@ -72,9 +77,9 @@ class TestInt8Kernels(KernelSuite):
     format = "int8"
 
     def tolerance(self, x):
-        """Half a step of the vector's scale, and the scale's own rounding to fp16."""
-        largest = x.float().abs().amax(-1, keepdim=True)
-        return (largest / 127 * 0.5 + x.float().abs() * 2**-10 + 3e-8 * 127 + x.float().abs() * 2**-7).expand(x.shape)
+        """Half a step, plus what rounding the scale to fp16 and the result to the compute dtype adds."""
+        scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-8)
+        return scale / 2 + 127 * (scale - scale.half().float()).abs() + x.float().abs() * torch.finfo(x.dtype).eps
 
     def test_what_fp16_scales_cannot_express(self):
         """NaN, Inf and overflow come back as NaN and stay in their own token; a zero vector has the scale 0."""

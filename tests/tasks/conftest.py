@@ -12,6 +12,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from nanoserve.cli import main
+from nanoserve.config import PLUGIN_GROUPS
 from nanoserve.contracts.errors import CapacityError
 from nanoserve.contracts.observer import EngineInfo
 from nanoserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -102,8 +103,6 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         return command.llms[-1]
 
     monkeypatch.setattr(Job, "llm", llm)
-    store = ConfigStore.instance()
-    before = {group: dict(entries) for group, entries in store.repo.items() if isinstance(entries, dict)}
     yield command
-    for group, entries in before.items():  # the names of a test's fake plugins
-        store.repo[group] = entries
+    for group in PLUGIN_GROUPS:  # the names of a test's fake plugins
+        ConfigStore.instance().repo.pop(group, None)

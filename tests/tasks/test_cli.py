@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from omegaconf import OmegaConf
 
 from nanoserve.cli import quote, rewrite
 from nanoserve.engine import build as engine_build
+from nanoserve.sampling_params import SamplingParams
 from nanoserve.tasks import Job
+from nanoserve.tasks.chat import reply
 from tests.helpers.distributions import SCHEDULER, Distributions
 from tests.helpers.distributions import distributions as distributions
-from tests.tasks.conftest import Cli
+from tests.tasks.conftest import Cli, EchoLLM
 
 REAL_LLM = Job.llm
 
@@ -148,6 +151,7 @@ def test_null_is_none(cli: Cli) -> None:
     [
         ("kv.dtype=int7", "kv.dtype.*int7"),
         ("attention.blok_m=4", "attention.blok_m: unknown option of attention=sdpa"),
+        ("attention=auto attention.block_m=4", "attention.block_m: attention=auto has no options"),
         ("scheduler.max_nothing=4", "scheduler.max_nothing: unknown option of scheduler=decode_first"),
         ("policy.tabel=4", "policy.tabel: unknown option of policy=auto"),
         ("engine.max_model_len=999", "engine.max_model_len.*256"),
@@ -163,7 +167,8 @@ def test_plugin_options_are_refused_before_any_weight_is_read(
 
     monkeypatch.setattr(engine_build, "load_model", read_weights)
     monkeypatch.setattr(Job, "llm", REAL_LLM)
-    run = cli(f"model={tiny_checkpoint}", "attention=sdpa", "prompt=a", argument)
+    given = argument if argument.startswith("attention=") else f"attention=sdpa {argument}"
+    run = cli(f"model={tiny_checkpoint}", "prompt=a", *given.split())
     assert run.code == 2 and re.search(message, run.err), run.err
 
 
@@ -201,7 +206,7 @@ def test_a_sweep_runs_every_job_and_names_the_failing_one(cli: Cli) -> None:
     assert [llm.job.config.engine.max_num_seqs for llm in cli.llms] == [4, 2]
     assert all(llm.closed for llm in cli.llms)
     reason = "engine.max_num_seqs must be at least 1, not 0"
-    assert f"job 1 failed (engine.max_num_seqs=0): {reason}" in run.err
+    assert f"job 1 failed with engine.max_num_seqs=0: {reason}" in run.err
     table = [line for line in run.out.splitlines() if line.startswith("│")]
     assert [line.split("│")[1].split()[0] for line in table] == ["0", "1", "2"]
     assert reason in table[1] and reason not in table[0] + table[2]
@@ -343,3 +348,25 @@ def test_chat(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[2] == [("system", "be brief, {x}"), ("user", "bye")]
     assert "more than 40 tokens; /reset" in run.err
     assert cli.llms[-1].job.sampling.max_tokens == 1024
+
+
+def test_ctrl_c_stops_a_reply_between_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """What has come so far is the answer, the request is aborted, and the old handler is back."""
+
+    class Stream(EchoLLM):
+        def __init__(self) -> None:
+            self.aborted = False
+
+        def stream(self, prompt: Any, params: Any) -> Any:
+            try:
+                for i, character in enumerate("abcdef"):
+                    if i == 2:
+                        signal.raise_signal(signal.SIGINT)
+                    yield self._output(prompt, character, 1)
+            finally:
+                self.aborted = True
+
+    before = signal.getsignal(signal.SIGINT)
+    llm: Any = Stream()
+    assert reply(llm, [{"role": "user", "content": "x"}], SamplingParams()) == "abc"
+    assert llm.aborted and signal.getsignal(signal.SIGINT) is before

@@ -34,7 +34,9 @@ SKIPPED_DIRS = {
     "test", "tests", "idle_test", "idlelib", "pydoc_data", "encodings", "lib-dynload",
     "site-packages", "dist-packages", "__pycache__", "__phello__",
 }  # fmt: skip
-SKIPPED_FILES = re.compile(r"(^|/)(_sysconfigdata.*|sitecustomize|usercustomize)\.py$|^(html/entities|locale)\.py$|^config-")
+SKIPPED_FILES = re.compile(
+    r"(^|/)(_sysconfigdata.*|sitecustomize|usercustomize)\.py$|^(html/entities|locale)\.py$|^config-"
+)
 
 
 def split_of(relpath: str) -> Literal["train", "heldout"]:
@@ -409,7 +411,9 @@ def train(args: argparse.Namespace) -> dict:
         compiled = torch.compile(loss_of, dynamic=False)
         try:
             for seq_len in (short, long):
-                compiled(torch.zeros(args.batch_tokens // seq_len, seq_len + 1, dtype=torch.long, device=device)).backward()
+                compiled(
+                    torch.zeros(args.batch_tokens // seq_len, seq_len + 1, dtype=torch.long, device=device)
+                ).backward()
             step_loss = compiled
         except Exception as error:  # a machine without a C compiler still trains, more slowly
             print(f"torch.compile does not work here, running eagerly: {type(error).__name__}: {str(error)[:300]}")
@@ -538,8 +542,14 @@ def complete(model, tokenizer, prompts: list[str], temperature: float, tokens: i
     width = max(map(len, encoded))
     ids = torch.tensor([[ends[1]] * (width - len(e)) + e for e in encoded], device=model.device)
     mask = torch.tensor([[0] * (width - len(e)) + [1] * len(e) for e in encoded], device=model.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
-    full = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, eos_token_id=ends, pad_token_id=ends[1], **sampling)
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature
+        else {"do_sample": False}
+    )
+    full = model.generate(
+        ids, attention_mask=mask, max_new_tokens=tokens, eos_token_id=ends, pad_token_id=ends[1], **sampling
+    )
     texts = []
     for row in full[:, width:].tolist():
         end = next((i for i, token in enumerate(row) if token in ends), None)
@@ -577,19 +587,26 @@ def main() -> None:
     option = parser.add_argument
     option("--out", required=True, help="folder for the checkpoint")
     option("--evaluate", action="store_true", help="do not train, only measure the checkpoint in --out")
-    option("--minutes", type=float, default=5, help="training ends after this time, start-up and compilation not counted")
+    option(
+        "--minutes", type=float, default=5, help="training ends after this time, start-up and compilation not counted"
+    )
     option("--epochs", type=float, default=40, help="… or after this many passes, whichever is first")
     option("--batch-tokens", type=int, default=32768, help="tokens per step")
-    option("--seq-len", type=int, default=1024, help="row length; the last 15 %% of the run uses rows four times as long")
+    option(
+        "--seq-len", type=int, default=1024, help="row length; the last 15 %% of the run uses rows four times as long"
+    )
     option("--lr", type=float, default=0.02, help="peak learning rate of Muon; AdamW (embedding, norms) uses a tenth")
-    option("--weight-decay", type=float, default=0.1)
+    option("--weight-decay", type=float, default=0.5, help="the setting that mattered most: see README.md")
     option("--dropout", type=float, default=0.2, help="on the residual branches, in training only")
     option("--warmup", type=int, default=50, help="warm-up steps")
     option("--seed", type=int, default=0)
     option("--device", help="default: cuda if there is one")
     option("--stdlib", help="standard library to read; default: that of the running Python")
     args = parser.parse_args()
-    write_json(Path(args.out) / ("evaluation.json" if args.evaluate else "training.json"), evaluate(args) if args.evaluate else train(args))
+    write_json(
+        Path(args.out) / ("evaluation.json" if args.evaluate else "training.json"),
+        evaluate(args) if args.evaluate else train(args),
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,499 @@
+"""Attention backend ``hopper_flash``: warp-specialised FlashAttention-3 (Shah et al., 2024) over the paged cache, in Gluon.
+
+For compute capability 9.0 alone. A program has three partitions: a producer warp that moves Q, K and V tiles into
+shared-memory rings with TMA, and two warpgroups that consume them with wgmma, each 64 query rows wide: two query heads
+that share a KV head, or, where the GQA ratio is odd, two halves of 128 tokens. One group's softmax overlaps with the
+other's matrix products. Programs are persistent: while a tile is finished and stored, the next one's are on their way.
+
+A page smaller than a tile is no obstacle: the producer places one box per page and 64 columns, exactly where the
+swizzled layout of the whole tile expects it. Short prompts go to ``triton_flash``'s kernel, which starts faster. INT8
+pages are first unpacked, at memory speed, into a dense scratch that all query heads then read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from nanoserve_plugins.attention._kernels import qk_scale
+from nanoserve_plugins.attention._prefill import compute_capability, fresh_rows, query_tiles, tile_records, to_device
+from nanoserve_plugins.attention.triton_flash import FlashPlan, TritonFlashBackend, TritonFlashConfig
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, PrefillMetadata
+from nanoserve.contracts.capabilities import Capabilities
+from nanoserve.contracts.errors import ConfigError
+from nanoserve.contracts.kvcache import LayerCache
+from nanoserve.hookspecs import hookimpl
+
+# Two names that changed between Triton 3.6 and 3.9.
+tma_load = tma.async_load if "async_load" in tma.__all__ else tma.async_copy_global_to_shared
+_members = vars(gl.shared_memory_descriptor)
+reinterpret = _members["reinterpret" if "reinterpret" in _members else "_reinterpret"]
+
+ROWS = gl.constexpr(64)  # query rows of a warpgroup: what one wgmma takes
+PANEL = gl.constexpr(64)  # columns of a 128-byte swizzled panel of 16-bit elements
+
+
+@dataclass(frozen=True)
+class HopperFlashConfig:
+    """scratch_tokens: INT8 context that is unpacked at a time (a whole sequence always fits)."""
+
+    scratch_tokens: int = 32768
+
+
+# -- the work of a persistent program ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _num_rounds(num_work):
+    """Work items of this program. Rounds alternate in direction, so that nobody always gets the longer half."""
+    full = num_work // gl.num_programs(0)
+    return full + gl.where(_work(full) < num_work, 1, 0)
+
+
+@gluon.jit
+def _work(round_):
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    return round_ * programs + gl.where(round_ % 2 == 0, program, programs - 1 - program)
+
+
+# -- producer ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _tile_rows(
+    table, source, start, kv_head, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, KV_HEADS: gl.constexpr
+):
+    """First row, in the K/V descriptor, of each of the tile's boxes of BOX keys."""
+    if PAGE == 0:
+        rows = (source + start,)
+    else:
+        rows = ()
+        for i in gl.static_range(BLOCK_N // BOX):
+            key = start + i * BOX
+            page = gl.load(table + source + key // PAGE)
+            rows = rows + ((page * KV_HEADS + kv_head) * PAGE + key % PAGE,)
+    return rows
+
+
+@gluon.jit
+def _load_tile(tiles, rows, column, barrier, buffer, BOX: gl.constexpr):
+    BLOCK_N: gl.constexpr = buffer.shape[0]
+    HEAD_DIM: gl.constexpr = buffer.shape[1]
+    mbarrier.expect(barrier, BLOCK_N * HEAD_DIM * 2)
+    if BOX == BLOCK_N:
+        tma_load(tiles, [rows[0], column], barrier, buffer)
+    else:
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        panels = reinterpret(buffer, buffer.dtype, [HEAD_DIM // PANEL * BLOCK_N, PANEL], layout)
+        for i in gl.static_range(BLOCK_N // BOX):
+            for j in gl.static_range(HEAD_DIM // PANEL):
+                box = panels.slice(j * BLOCK_N + i * BOX, BOX)
+                tma_load(tiles, [rows[i], j * PANEL], barrier, box)
+
+
+@gluon.jit
+def _produce(
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    records,
+    num_work,
+    table,
+    q_ring,
+    k_ring,
+    v_ring,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    PAGE: gl.constexpr,
+    BOX: gl.constexpr,
+):
+    q_buffers, q_ready, q_empty = q_ring
+    k_buffers, k_ready, k_empty = k_ring
+    v_buffers, v_ready, v_empty = v_ring
+    STAGES: gl.constexpr = k_buffers.shape[0]
+    BLOCK_N: gl.constexpr = k_buffers.shape[1]
+    HEAD_DIM: gl.constexpr = k_buffers.shape[2]
+    Q_STAGES: gl.constexpr = q_buffers.shape[0] // 2
+    HEAD_TILES: gl.constexpr = KV_HEADS * GROUP // HEADS
+    count = 0
+    for round_ in range(_num_rounds(num_work)):
+        work = _work(round_)
+        record = records + work // HEAD_TILES * 4
+        head = work % HEAD_TILES * HEADS
+        source, row, num_rows, position = gl.load(record), gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
+        kv_head = head // GROUP
+        stage = round_ % Q_STAGES
+        mbarrier.wait(q_empty.index(stage), (round_ // Q_STAGES & 1) ^ 1)
+        mbarrier.expect(q_ready.index(stage), 2 * ROWS * HEAD_DIM * 2)
+        for w in gl.static_range(2):
+            if HEADS == 2:
+                at = [row, (head + w) * HEAD_DIM]
+            else:
+                at = [row + w * ROWS, head * HEAD_DIM]
+            tma_load(q_tiles, at, q_ready.index(stage), q_buffers.index(stage * 2 + w))
+        column = kv_head * HEAD_DIM if PAGE == 0 else 0
+        for tile in range(gl.cdiv(position + num_rows, BLOCK_N)):
+            rows = _tile_rows(table, source, tile * BLOCK_N, kv_head, BLOCK_N, PAGE, BOX, KV_HEADS)
+            stage = count % STAGES
+            lap = (count // STAGES & 1) ^ 1
+            mbarrier.wait(k_empty.index(stage), lap)
+            _load_tile(k_tiles, rows, column, k_ready.index(stage), k_buffers.index(stage), BOX)
+            mbarrier.wait(v_empty.index(stage), lap)
+            _load_tile(v_tiles, rows, column, v_ready.index(stage), v_buffers.index(stage), BOX)
+            count += 1
+
+
+# -- consumers --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _step(
+    q,
+    k_ring,
+    v_ring,
+    turn,
+    W: gl.constexpr,
+    count,
+    tile,
+    p,
+    acc,
+    maximum,
+    total,
+    scale,
+    visible,
+    MASKED: gl.constexpr,
+    KEYS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """Scores of the next tile and the product p·V of the last, both in flight; then the softmax of the scores.
+
+    KEYS: keys of the tile that any row sees, all or half of it. ``count`` tiles came before p's.
+    """
+    k_buffers, k_ready, k_empty = k_ring
+    v_buffers, v_ready, v_empty = v_ring
+    STAGES: gl.constexpr = k_buffers.shape[0]
+    BLOCK_N: gl.constexpr = k_buffers.shape[1]
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    score_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
+    last, next_ = count % STAGES, (count + 1) % STAGES
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, score_layout)
+    if PING_PONG:
+        mbarrier.wait(turn.index(W), (count + 1 & 1) ^ (1 - W))
+    mbarrier.wait(k_ready.index(next_), (count + 1) // STAGES & 1)
+    keys = k_buffers.index(next_).slice(0, KEYS).permute((1, 0))
+    score = warpgroup_mma(q, keys, nothing, use_acc=False, is_async=True)
+    mbarrier.wait(v_ready.index(last), count // STAGES & 1)
+    acc = warpgroup_mma(p, v_buffers.index(last), acc, is_async=True)
+    if PING_PONG:
+        mbarrier.arrive(turn.index(1 - W), count=1)
+    score = warpgroup_mma_wait(1, [score])
+    mbarrier.arrive(k_empty.index(next_), count=1)
+    if MASKED:
+        key = tile * BLOCK_N + gl.arange(0, KEYS, gl.SliceLayout(0, score_layout))
+        score = gl.where(key[None, :] <= gl.convert_layout(visible, score_rows)[:, None], score, float("-inf"))
+    rows: gl.constexpr = maximum.type.layout
+    new_maximum = gl.maximum(maximum, gl.convert_layout(gl.max(score, 1), rows))
+    decay = gl.exp2((maximum - new_maximum) * scale)
+    weight = gl.exp2(score * scale - gl.convert_layout(new_maximum * scale, score_rows)[:, None])
+    total = total * decay + gl.convert_layout(gl.sum(weight, 1), rows)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(v_empty.index(last), count=1)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    p = gl.convert_layout(weight.to(p.dtype), p.type.layout)
+    return p, acc, new_maximum, total
+
+
+@gluon.jit
+def _last_product(p, acc, v_ring, count, KEYS: gl.constexpr):
+    v_buffers, v_ready, _ = v_ring
+    STAGES: gl.constexpr = v_buffers.shape[0]
+    stage = count % STAGES
+    mbarrier.wait(v_ready.index(stage), count // STAGES & 1)
+    acc = warpgroup_mma(p, v_buffers.index(stage).slice(0, KEYS), acc, is_async=True)
+    return warpgroup_mma_wait(0, [acc])
+
+
+@gluon.jit
+def _consume(
+    W: gl.constexpr,
+    out,
+    records,
+    num_work,
+    q_ring,
+    k_ring,
+    v_ring,
+    turn,
+    scale,
+    HEADS: gl.constexpr,
+    NUM_HEADS: gl.constexpr,
+    Q_REGISTERS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    q_buffers, q_ready, q_empty = q_ring
+    k_buffers, k_ready, k_empty = k_ring
+    v_buffers, v_ready, v_empty = v_ring
+    dtype: gl.constexpr = q_buffers.dtype
+    STAGES: gl.constexpr = k_buffers.shape[0]
+    BLOCK_N: gl.constexpr = k_buffers.shape[1]
+    HEAD_DIM: gl.constexpr = k_buffers.shape[2]
+    Q_STAGES: gl.constexpr = q_buffers.shape[0] // 2
+    HEAD_TILES: gl.constexpr = NUM_HEADS // HEADS
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    row_id = gl.arange(0, ROWS, gl.SliceLayout(1, score_layout))
+    count = 0
+    for round_ in range(_num_rounds(num_work)):
+        work = _work(round_)
+        record = records + work // HEAD_TILES * 4
+        head = work % HEAD_TILES * HEADS
+        row, num_rows, position = gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
+        num_keys = position + num_rows
+        num_tiles = gl.cdiv(num_keys, BLOCK_N)
+        if HEADS == 2:
+            head += W
+        else:
+            row += ROWS * W
+            num_rows -= ROWS * W
+            position += ROWS * W
+        visible = position + row_id
+        unmasked = gl.minimum((position + 1) // BLOCK_N, num_tiles)
+
+        q_stage = round_ % Q_STAGES
+        q_buffer = q_buffers.index(q_stage * 2 + W)
+        mbarrier.wait(q_ready.index(q_stage), round_ // Q_STAGES & 1)
+        if Q_REGISTERS:
+            q = q_buffer.load(gl.DotOperandLayout(0, score_layout, 2))
+        else:
+            q = q_buffer
+        # The first tile holds key 0, which every row sees: from then on the maximum is finite.
+        stage = count % STAGES
+        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+        if PING_PONG:
+            mbarrier.wait(turn.index(W), (count & 1) ^ (1 - W))
+        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
+        score = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if PING_PONG:
+            mbarrier.arrive(turn.index(1 - W), count=1)
+        score = warpgroup_mma_wait(0, [score])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, score_layout))
+        score = gl.where(key[None, :] <= visible[:, None], score, float("-inf"))
+        maximum = gl.max(score, 1)
+        weight = gl.exp2(score * scale - (maximum * scale)[:, None])
+        total = gl.sum(weight, 1)
+        p = gl.convert_layout(weight.to(dtype), p_layout)
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
+
+        for tile in range(1, unmasked):
+            p, acc, maximum, total = _step(
+                q,
+                k_ring,
+                v_ring,
+                turn,
+                W,
+                count,
+                tile,
+                p,
+                acc,
+                maximum,
+                total,
+                scale,
+                visible,
+                False,
+                BLOCK_N,
+                PING_PONG,
+            )
+            count += 1
+        # The last tile is often at most half visible; then half of it is all that is computed.
+        first_masked = gl.maximum(unmasked, 1)
+        half = gl.where((num_tiles > first_masked) & (num_tiles * BLOCK_N - num_keys >= BLOCK_N // 2), 1, 0)
+        if BLOCK_N <= ROWS:
+            half = 0
+        for tile in range(first_masked, num_tiles - half):
+            p, acc, maximum, total = _step(
+                q,
+                k_ring,
+                v_ring,
+                turn,
+                W,
+                count,
+                tile,
+                p,
+                acc,
+                maximum,
+                total,
+                scale,
+                visible,
+                True,
+                BLOCK_N,
+                PING_PONG,
+            )
+            count += 1
+        if BLOCK_N > ROWS:
+            if half > 0:
+                short_p, acc, maximum, total = _step(
+                    q,
+                    k_ring,
+                    v_ring,
+                    turn,
+                    W,
+                    count,
+                    num_tiles - 1,
+                    p,
+                    acc,
+                    maximum,
+                    total,
+                    scale,
+                    visible,
+                    True,
+                    BLOCK_N // 2,
+                    PING_PONG,
+                )
+                count += 1
+                acc = _last_product(short_p, acc, v_ring, count, BLOCK_N // 2)
+            else:
+                acc = _last_product(p, acc, v_ring, count, BLOCK_N)
+        else:
+            acc = _last_product(p, acc, v_ring, count, BLOCK_N)
+        mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+        count += 1
+
+        # Through the tile's own Q buffer, which nothing reads any more, to rows of 16-byte stores.
+        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
+        q_buffer.store((acc * share[:, None]).to(dtype))
+        result = q_buffer.load(out_layout)
+        fence_async_shared()
+        mbarrier.arrive(q_empty.index(q_stage), count=1)
+        out_row = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
+        dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
+        first = out + (row.to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
+        target = first + out_row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
+        gl.store(target, result, mask=(out_row < num_rows)[:, None])
+
+
+@gluon.jit
+def _ring(
+    dtype: gl.constexpr,
+    stages: gl.constexpr,
+    buffers: gl.constexpr,
+    rows: gl.constexpr,
+    dim: gl.constexpr,
+    consumers: gl.constexpr,
+):
+    """(tiles ``[stages · buffers, rows, dim]``, barriers: full, barriers: free again)."""
+    tiles = gl.allocate_shared_memory(dtype, [stages * buffers, rows, dim], gl.NVMMASharedLayout(128, 16, rank=2))
+    ready = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=consumers)
+    return tiles, ready, empty
+
+
+@gluon.jit(do_not_specialize=["num_work"])
+def flash_kernel(
+    q_tiles,  # descriptor of [ROWS, HEAD_DIM] boxes over [tokens, heads · HEAD_DIM]
+    k_tiles,  # of [BOX, …] boxes over the rows of the cache, or (PAGE 0) over [tokens, kv_heads · HEAD_DIM]
+    v_tiles,
+    out,
+    records,
+    num_work,  # tiles × HEAD_TILES
+    block_table,
+    scale,  # softmax scale × log2 e
+    HEADS: gl.constexpr,  # query heads of a tile: 2, or 1 with twice the tokens
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE: gl.constexpr,
+    BOX: gl.constexpr,  # keys that one TMA box brings
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    Q_REGISTERS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    NUM_HEADS: gl.constexpr = KV_HEADS * GROUP
+    q_ring = _ring(q_tiles.dtype, Q_STAGES, 2, ROWS, HEAD_DIM, 2)
+    k_ring = _ring(q_tiles.dtype, STAGES, 1, BLOCK_N, HEAD_DIM, 2)
+    v_ring = _ring(q_tiles.dtype, STAGES, 1, BLOCK_N, HEAD_DIM, 2)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    0,
+                    out,
+                    records,
+                    num_work,
+                    q_ring,
+                    k_ring,
+                    v_ring,
+                    turn,
+                    scale,
+                    HEADS,
+                    NUM_HEADS,
+                    Q_REGISTERS,
+                    PING_PONG,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    1,
+                    out,
+                    records,
+                    num_work,
+                    q_ring,
+                    k_ring,
+                    v_ring,
+                    turn,
+                    scale,
+                    HEADS,
+                    NUM_HEADS,
+                    Q_REGISTERS,
+                    PING_PONG,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    q_tiles,
+                    k_tiles,
+                    v_tiles,
+                    records,
+                    num_work,
+                    block_table,
+                    q_ring,
+                    k_ring,
+                    v_ring,
+                    HEADS,
+                    GROUP,
+                    KV_HEADS,
+                    PAGE,
+                    BOX,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )

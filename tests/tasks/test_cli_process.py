@@ -1,0 +1,78 @@
+"""The command as a process: what --help costs, and one run and one sweep with a real engine."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "nanoserve"]
+
+
+def run(*arguments: str, cwd: Path, **options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, encoding="utf-8", **options)  # type: ignore[call-overload]
+
+
+def test_help_is_ours_and_cheap(tmp_path: Path) -> None:
+    """C47, and <= 1.5 s of processor time with nothing heavy imported."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "nanoserve", "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert process.returncode == 0
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5
+    imported = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
+    assert "nanoserve.cli" in imported
+    assert not imported & {"torch", "transformers", "triton", "hydra"}
+    for expected in (
+        'nanoserve prompt="def read_json(path):"',
+        "nanoserve -m kv=bf16,int8",
+        "*decode_first, prefill_first",
+        "engine.block_size=16",
+        "sampling.temperature=0.6",
+    ):
+        assert expected in process.stdout
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    process = subprocess.Popen([*COMMAND, "--help"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait() == 1 and process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_a_real_engine_from_another_folder(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """C47: a relative path is the user's; text on standard output, figures on standard error, no file left."""
+    process = run(
+        f"model=../{tiny_checkpoint.name}", "kv=int8", "attention=sdpa", "scheduler=prefill_first",
+        "prompt=def f(x, y): return {x: 1}", "sampling.max_tokens=4", "engine.max_model_len=64",
+        cwd=_beside(tiny_checkpoint),
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert len(process.stdout) > 1
+    assert "tokens 4" in process.stderr and "kv int8" in process.stderr and "prefill_first" in process.stderr
+    assert list(_beside(tiny_checkpoint).iterdir()) == []
+
+
+def test_a_real_sweep(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """C47: jobs of one process, each with an engine of its own: equal jobs give equal text, the bad one is a row."""
+    process = run(
+        "-m", f"model.path={tiny_checkpoint}", "kv=bf16,int8", "engine.max_num_seqs=4,0,2", "prompt=def f(x):",
+        "sampling.max_tokens=8", "engine.max_model_len=64", "hydra.sweep.dir=out", cwd=tmp_path,
+    )  # fmt: skip
+    assert process.returncode == 1, process.stderr
+    results = [json.loads((tmp_path / "out" / str(i) / "result.json").read_text()) for i in range(6)]
+    assert [bool(result["error"]) for result in results] == [False, True, False] * 2
+    texts = [result["figures"].get("text") for result in results]
+    assert texts[0] and texts[0] == texts[2] and texts[3] == texts[5]
+    assert process.stdout.count("engine.max_num_seqs must be at least 1, not 0") == 2
+
+
+def _beside(folder: Path) -> Path:
+    work = folder.parent / "work"
+    work.mkdir(exist_ok=True)
+    return work
