@@ -111,10 +111,10 @@ def job(values: DictConfig) -> None:
         if in_sweep:
             sweep.announce()
         plain: Any = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
-        figures = run_task(plain)
+        figures = run_task(plain, sweep.folder() if in_sweep else None)
         if in_sweep:
             sweep.record(figures)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a plugin may call sys.exit
         if not in_sweep:
             raise JobFailedError from error
         sweep.record(error=one_line(error), traceback=traceback.format_exc())

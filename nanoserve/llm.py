@@ -1,4 +1,4 @@
-"""The offline API: ``LLM(...)`` composes an engine from plugins and runs prompts to their end. Hydra is not involved."""
+"""The offline API: ``LLM(...)`` composes an engine from plugins and runs prompts to their end, without Hydra."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any
 
@@ -68,6 +69,11 @@ class Registration:
     spec: Any
     source: Source
 
+    @property
+    def entry_point(self) -> str:
+        """The entry point that would promise it."""
+        return f"{self.kind}.{self.spec.name}"
+
 
 @dataclass(frozen=True)
 class BrokenPlugin:
@@ -100,7 +106,7 @@ class Registry:
     ) -> None:
         self.broken: list[BrokenPlugin] = []
         self.strict = strict
-        self._disabled: set[str] = set()
+        self._disabled: set[Source] = set()
         self._plugins: list[tuple[Source, object, pluggy.PluginManager]] = []
         self._registered: list[Registration] = []
         self._lazy: list[tuple[Source, EntryPoint]] = []
@@ -111,7 +117,7 @@ class Registry:
         for entry_point in sorted(entry_points, key=lambda e: _source(e).distribution != OWN_DISTRIBUTION):
             source = _source(entry_point)
             if disable & {source.entry_point, f"{source.entry_point}@{source.distribution}"}:
-                self._disabled.add(source.entry_point)
+                self._disabled.add(source)
             elif _promise(source.entry_point):
                 self._lazy.append((source, entry_point))
             else:
@@ -119,7 +125,7 @@ class Registry:
         for source, entry_point in eager:
             self._load(source, entry_point)
         for plugin in extra:
-            self._try(Source(getattr(plugin, "__name__", type(plugin).__name__), "(inline)"), lambda p=plugin: p)  # type: ignore[misc]
+            self._load_inline(plugin)
         if strict:
             for kind in KINDS:
                 self.registrations(kind)
@@ -160,10 +166,9 @@ class Registry:
 
     def names(self, kind: str) -> list[str]:
         """Names that can be chosen, sorted. Imports nothing; a plugin not yet imported may still turn out broken."""
-        promised = {
-            promise[1] for source, _ in self._lazy if (promise := _promise(source.entry_point)) and promise[0] == kind
-        }
-        return sorted(promised | {r.spec.name for r in self._registered if r.kind == kind})
+        promises = [promise for source, _ in self._lazy if (promise := _promise(source.entry_point))]
+        names = {name for promised_kind, name in promises if promised_kind == kind}
+        return sorted(names | {r.spec.name for r in self._registered if r.kind == kind})
 
     def specs(self, kind: str) -> list[Any]:
         """All working specs of a kind, sorted by name. Imports their plugins."""
@@ -189,7 +194,7 @@ class Registry:
                 error = PluginError(f"{group}={name}: {broken}")
                 error.__cause__ = broken.error
                 return error
-        if entry_point in self._disabled:
+        if any(source.entry_point == entry_point for source in self._disabled):
             return PluginError(f"{group}={name} is disabled by NANOSERVE_DISABLE_PLUGINS")
         lost = [str(b.source) for b in self.broken if _promise(b.source.entry_point) is None]
         hint = f"; these plugins failed to load: {', '.join(lost)}" if lost else ""
@@ -205,7 +210,7 @@ class Registry:
 
         observers = []
         for source, _, manager in self._plugins:
-            for observer in self._call(source, lambda m=manager: m.hook.nanoserve_observer(engine_info=engine_info)):  # type: ignore[misc]
+            for observer in self._call(source, partial(manager.hook.nanoserve_observer, engine_info=engine_info)):
                 if isinstance(observer, Observer):
                     observers.append(observer)
                 else:
@@ -235,13 +240,17 @@ class Registry:
 
     def _load(self, source: Source, entry_point: EntryPoint) -> None:
         promised = {s.entry_point for s, e in self._lazy if e.value == entry_point.value}
-        promised |= {s.entry_point for s, *_ in self._plugins}
         self._lazy = [item for item in self._lazy if item[1] is not entry_point]
-        self._try(source, entry_point.load, promised if _promise(source.entry_point) else None)
+        allowed = promised if _promise(source.entry_point) else None
+        self._guard(source, lambda: self._register(source, entry_point.load(), allowed))
 
-    def _try(self, source: Source, load: Callable[[], object], promised: set[str] | None = None) -> None:
+    def _load_inline(self, plugin: object) -> None:
+        source = Source(getattr(plugin, "__name__", type(plugin).__name__), "(inline)")
+        self._guard(source, lambda: self._register(source, plugin, None))
+
+    def _guard(self, source: Source, load: Callable[[], None]) -> None:
         try:
-            self._register(source, load(), promised)
+            load()
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin that calls sys.exit at import must not end the host
@@ -250,6 +259,7 @@ class Registry:
             self._warn(str(broken), error)
 
     def _register(self, source: Source, plugin: object, promised: set[str] | None) -> None:
+        """All of a plugin or nothing. promised: names that may come from its module; None when any may."""
         new: list[Registration] = []
         if not any(plugin is known for _, known, _ in self._plugins):  # one object through two channels is benign
             manager = pluggy.PluginManager(hookspecs.GROUP)
@@ -262,17 +272,16 @@ class Registry:
             if not manager.get_hookcallers(plugin):
                 raise PluginError("it has no function marked with nanoserve.hookspecs.hookimpl")
             for kind in KINDS:
-                hook = getattr(manager.hook, f"nanoserve_{kind}")
-                hook(
-                    register=lambda spec, kind=kind: new.append(
-                        Registration(kind, _checked(kind, spec, source), source)
-                    )
-                )
+
+                def register(spec: Any, kind: str = kind) -> None:
+                    new.append(Registration(kind, _checked(kind, spec, source), source))
+
+                getattr(manager.hook, f"nanoserve_{kind}")(register=register)
             if promised is not None:
-                for registration in new:
-                    name = f"{registration.kind}.{registration.spec.name}"
-                    if name not in promised:
-                        raise PluginError(f"it also registers {name}, which no entry point of that name announces")
+                disabled = {s.entry_point for s in self._disabled if s.distribution == source.distribution}
+                new = [r for r in new if r.entry_point not in disabled]
+                if more := {r.entry_point for r in new} - promised:
+                    raise PluginError(f"it also registers {min(more)}, which no entry point of that name announces")
             self._plugins.append((source, plugin, manager))
             self._registered += new
         promise = _promise(source.entry_point)

@@ -38,6 +38,11 @@ def announce() -> None:
     print(f"--- job {hydra.job.num}: {words}", file=sys.stderr)
 
 
+def folder() -> Path:
+    """The folder of the current job."""
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
 def record(figures: dict[str, Any] | None = None, error: str | None = None, traceback: str | None = None) -> None:
     """Write the outcome of the current job into its folder."""
     hydra = HydraConfig.get()
@@ -48,8 +53,7 @@ def record(figures: dict[str, Any] | None = None, error: str | None = None, trac
         "error": error,
         "traceback": traceback,
     }
-    file = Path(hydra.runtime.output_dir) / FILE
-    file.write_text(json.dumps(outcome, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    (folder() / FILE).write_text(json.dumps(outcome, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 class SweepTable(Callback):
@@ -60,10 +64,9 @@ class SweepTable(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the table. Raises SystemExit(1) if a job failed: Hydra passes nothing else out of a callback."""
-        folder = Path(config.hydra.sweep.dir)
         outcomes = [
             json.loads(file.read_text(encoding="utf-8"))
-            for file in folder.rglob(FILE)
+            for file in Path(config.hydra.sweep.dir).rglob(FILE)
             if file.stat().st_mtime >= self.started - 1  # a folder that is used again holds older results
         ]
         outcomes.sort(key=lambda outcome: outcome["job"])

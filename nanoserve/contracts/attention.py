@@ -10,7 +10,6 @@ All index tensors are int32 on the compute device. ``block_table[i, j]`` is the 
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from nanoserve.contracts.kvcache import KVCacheFormat, LayerCache
 
 @dataclass(slots=True)
 class PrefillMetadata:
-    """``num_tokens`` query tokens of ``num_seqs`` sequences, packed in order; queries are the *last* tokens of each context.
+    """``num_tokens`` query tokens of ``num_seqs`` sequences, packed in order; queries are the last of each context.
 
     Device: cu_seqlens_q, cu_seqlens_k ``[num_seqs + 1]``; context_lens ``[num_seqs]`` (keys, this chunk included);
     block_table ``[num_seqs, max_blocks]``; slot_mapping ``[num_tokens]`` (slots of the new tokens);
@@ -91,7 +90,7 @@ class AttentionContext:
     kv: KVCacheFormat
 
 
-class AttentionBackend(ABC):
+class AttentionBackend:
     """Base class. Implement the phases that the spec's capabilities declare.
 
     ``plan_*`` runs once per step before the first layer, ``prefill`` / ``decode`` once per layer. None may synchronise

@@ -75,7 +75,7 @@ class KVCacheFormat(ABC):
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:
-        """Allocate (zero-initialised) and fill ``self.layers``. Called once; raises torch.OutOfMemoryError as torch does."""
+        """Allocate, zero-initialised, and fill ``self.layers``. Called once. Raises torch.OutOfMemoryError."""
 
     @abstractmethod
     def store(self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ class KVCacheFormat(ABC):
     def norm_rope_store(self) -> Callable[..., Any] | None:
         """Optional fusion of q/k RMSNorm, rotary embedding and store as one launch; None when the format has none.
 
-        The callable has the signature ``f(layer, qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping) -> (q, k, v)``:
+        The callable is ``f(layer, qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping) -> (q, k, v)``:
         qkv ``[tokens, (q_heads + 2 * kv_heads) * head_dim]`` straight from the projection; cos_sin
         ``[max_positions, head_dim]`` fp32 (first half cos, second half sin); positions and slot_mapping ``[tokens]``.
         Returns normalised and rotated q ``[tokens, q_heads, head_dim]`` and the k, v ``[tokens, kv_heads, head_dim]``
@@ -130,7 +130,7 @@ class KVCacheFormat(ABC):
 class KVCacheSpec:
     """Registers a KV-cache format.
 
-    config: dataclass of the format's options (every field has a default). factory: ``(options, shape) -> KVCacheFormat``.
+    config: dataclass of its options (every field has a default). factory: ``(options, shape) -> KVCacheFormat``.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""The loop: requests in, tokens out. Scheduler and block manager never see a tensor; runner and model never see a queue."""
+"""The loop: requests in, tokens out. The scheduler never sees a tensor, the runner never sees a queue."""

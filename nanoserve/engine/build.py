@@ -182,14 +182,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def engine_dtype(name: str, config: ModelConfig, folder: Path | None, device: torch.device) -> torch.dtype:
-    """``auto``: the checkpoint's dtype on a GPU; float32 on the CPU, which holds bf16 weights exactly and is faster there."""
+    """``auto``: the checkpoint's dtype on a GPU; on a CPU float32, which holds bf16 weights exactly and is faster."""
     if name == "auto" and device.type == "cpu":
         return torch.float32
     return resolve_dtype(name, config, folder)
 
 
 def resolve_max_model_len(options: EngineOptions, config: ModelConfig) -> int:
-    """The option, or the model's own limit. A limit above the model's position table is refused: text would rot there."""
+    """The option, or the model's own limit. One above the model's position table is refused: text would rot there."""
     limit = config.max_position_embeddings
     if options.max_model_len is None:
         return limit

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from nanoserve.contracts.errors import CapacityError, NanoserveError, RequestError
 from nanoserve.contracts.observer import EngineInfo, Observer
@@ -109,7 +110,7 @@ class Engine:
         return min(self.max_model_len, self.blocks.max_num_tokens)
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Refuse a request that is malformed or can never run. Raises RequestError or CapacityError; changes nothing."""
+        """Raise RequestError for a malformed request, CapacityError for one that can never run; changes nothing."""
         if not prompt_token_ids:
             raise RequestError("the prompt is empty; Qwen3 has no BOS token, so at least one token is needed")
         for token in prompt_token_ids:

@@ -23,7 +23,7 @@ from nanoserve.models.qwen3 import Qwen3ForCausalLM
 
 @dataclass(slots=True)
 class SampledTokens:
-    """Host results of a step, aligned with ``InFlight.sampled``. A token id < 0 marks a row whose logits were not finite.
+    """Results of a step, aligned with ``InFlight.sampled``. A token id < 0 marks a row whose logits were not finite.
 
     logprobs: chosen logprob per row; top: per row the (token id, logprob) pairs of the most likely tokens.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import PLUGIN_GROUPS, EngineConfig, build, group_names
@@ -24,12 +25,16 @@ SECTIONS = ("model", *PLUGIN_GROUPS, "engine", "sampling")
 
 @dataclass(frozen=True)
 class Job:
-    """A validated configuration. options: an instance of the task's ``Options``."""
+    """A validated configuration.
+
+    options: an instance of the task's ``Options``. folder: in a sweep the job's own folder, where its files belong.
+    """
 
     options: Any
     config: EngineConfig
     sampling: SamplingParams
     registry: Registry
+    folder: Path | None = None
 
     def llm(self) -> LLM:
         """The configured engine; the task closes it, since the next job of a sweep needs its memory."""
@@ -38,7 +43,7 @@ class Job:
         return LLM.from_config(self.config, self.registry)
 
 
-def run_task(values: Mapping[str, Any]) -> dict[str, Any]:
+def run_task(values: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:
     """Check a composed configuration, run its task, return the figures. Raises NanoserveError."""
     from nanoserve.sampling_params import SamplingParams
 
@@ -55,6 +60,7 @@ def run_task(values: Mapping[str, Any]) -> dict[str, Any]:
         config=EngineConfig.from_mapping(sections),
         sampling=build(SamplingParams, sections["sampling"], "sampling"),
         registry=Registry.discover(),
+        folder=folder,
     )
     figures: dict[str, Any] = module.run(job)
     return figures

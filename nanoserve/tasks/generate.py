@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from nanoserve.config import FreeText, build
@@ -127,7 +128,10 @@ def run_file(job: Job) -> dict[str, Any]:
     """Every line is answered by one line, in order. A line that is wrong gets an ``error`` and disturbs no other."""
     with _open(job.options.prompts, "r", sys.stdin) as source:
         lines = parse_lines(source, job.sampling)
-    with _open(job.options.output, "w", sys.stdout) as sink, job.llm() as llm:
+    output = job.options.output
+    if output not in (None, STDIO) and job.folder is not None:
+        output = str(job.folder / Path(output).name)  # the jobs of a sweep must not overwrite each other's results
+    with _open(output, "w", sys.stdout) as sink, job.llm() as llm:
         for line in lines:
             if line.error is None and line.params is not None:
                 try:

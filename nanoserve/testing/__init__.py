@@ -5,13 +5,17 @@
     class TestWindow(AttentionBackendSuite):
         backend = "window"
 
-The plugin is found as an engine finds it: through its entry point. Needs pytest and
-hypothesis.
+The plugin is found as an engine finds it: through its entry point. Needs pytest and hypothesis.
 """
 
-from nanoserve.testing.attention import AttentionBackendSuite
-from nanoserve.testing.kvcache import KVCacheFormatSuite
-from nanoserve.testing.policy import PolicySuite
-from nanoserve.testing.scheduler import SchedulerSuite
+import pytest
+
+for _name in ("attention", "kvcache", "policy", "scheduler"):
+    pytest.register_assert_rewrite(f"nanoserve.testing.{_name}")  # asserts that show their values
+
+from nanoserve.testing.attention import AttentionBackendSuite  # noqa: E402
+from nanoserve.testing.kvcache import KVCacheFormatSuite  # noqa: E402
+from nanoserve.testing.policy import PolicySuite  # noqa: E402
+from nanoserve.testing.scheduler import SchedulerSuite  # noqa: E402
 
 __all__ = ["AttentionBackendSuite", "KVCacheFormatSuite", "PolicySuite", "SchedulerSuite"]

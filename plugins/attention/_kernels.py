@@ -373,18 +373,18 @@ class WorkList:
 
     items: int32 ``[num_items, 8]``: sequence (-1: nothing to do), first token, end token, first item of the
     sequence, pieces of the sequence; three unused. splits: int32 ``[max_num_seqs, 2]``, the last two per sequence. partial, lse: fp32 results of pieces of split contexts,
-    ``[items, kv_heads, group, head_dim padded to a power of two]`` and ``[items, kv_heads, group]``.
+    ``[items, kv_heads, group, width]`` (head_dim, padded) and ``[items, kv_heads, group]``.
     arrived: int32 ``[max_num_seqs, kv_heads]``, pieces done; whoever does the last one merges and resets it to 0.
     """
 
-    def __init__(self, context: AttentionContext, step: int, target: int, min_steps: int = 1) -> None:
+    def __init__(self, context: AttentionContext, width: int, step: int, target: int, min_steps: int = 1) -> None:
         self.step, self.target, self.min_steps = step, max(target, 1), min_steps
         device, kv_heads = context.device, context.num_kv_heads
         most = self.num_items(context.max_num_seqs)
         partial = (most, kv_heads, context.num_q_heads // kv_heads)
         self.items = torch.empty(most, 8, dtype=torch.int32, device=device)
         self.splits = torch.empty(context.max_num_seqs, 2, dtype=torch.int32, device=device)
-        self.partial = torch.empty(*partial, triton.next_power_of_2(context.head_dim), device=device)
+        self.partial = torch.empty(*partial, width, device=device)
         self.lse = torch.empty(partial, device=device)
         self.arrived = torch.zeros(context.max_num_seqs, kv_heads, dtype=torch.int32, device=device)
 

@@ -1,4 +1,4 @@
-"""Attention backend ``hopper_flash``: warp-specialised FlashAttention-3 (Shah et al., 2024) over the paged cache, in Gluon.
+"""Attention backend ``hopper_flash``: FlashAttention-3 (Shah et al., 2024) over the paged cache, in Gluon.
 
 For compute capability 9.0 alone. A program has three partitions: a producer warp that moves Q, K and V tiles into
 shared-memory rings with TMA, and two warpgroups that consume them with wgmma, each 64 query rows wide: two query heads
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from nanoserve_plugins.attention._kernels import qk_scale
-from nanoserve_plugins.attention._prefill import compute_capability, fresh_rows, query_tiles, tile_records, to_device
+from nanoserve_plugins.attention._prefill import fresh_rows, query_tiles, table_offsets, tile_records, to_device
 from nanoserve_plugins.attention.triton_flash import FlashPlan, TritonFlashBackend, TritonFlashConfig
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -141,10 +141,7 @@ def _produce(
         mbarrier.wait(q_empty.index(stage), (round_ // Q_STAGES & 1) ^ 1)
         mbarrier.expect(q_ready.index(stage), 2 * ROWS * HEAD_DIM * 2)
         for w in gl.static_range(2):
-            if HEADS == 2:
-                at = [row, (head + w) * HEAD_DIM]
-            else:
-                at = [row + w * ROWS, head * HEAD_DIM]
+            at = [row, (head + w) * HEAD_DIM] if HEADS == 2 else [row + w * ROWS, head * HEAD_DIM]
             tma_load(q_tiles, at, q_ready.index(stage), q_buffers.index(stage * 2 + w))
         column = kv_head * HEAD_DIM if PAGE == 0 else 0
         for tile in range(gl.cdiv(position + num_rows, BLOCK_N)):
@@ -204,8 +201,9 @@ def _step(
     score = warpgroup_mma_wait(1, [score])
     mbarrier.arrive(k_empty.index(next_), count=1)
     if MASKED:
-        key = tile * BLOCK_N + gl.arange(0, KEYS, gl.SliceLayout(0, score_layout))
-        score = gl.where(key[None, :] <= gl.convert_layout(visible, score_rows)[:, None], score, float("-inf"))
+        key = gl.arange(0, KEYS, gl.SliceLayout(0, score_layout))
+        limit = gl.convert_layout(visible - tile * BLOCK_N, score_rows)
+        score = gl.where(key[None, :] <= limit[:, None], score, float("-inf"))
     rows: gl.constexpr = maximum.type.layout
     new_maximum = gl.maximum(maximum, gl.convert_layout(gl.max(score, 1), rows))
     decay = gl.exp2((maximum - new_maximum) * scale)
@@ -278,10 +276,7 @@ def _consume(
         q_stage = round_ % Q_STAGES
         q_buffer = q_buffers.index(q_stage * 2 + W)
         mbarrier.wait(q_ready.index(q_stage), round_ // Q_STAGES & 1)
-        if Q_REGISTERS:
-            q = q_buffer.load(gl.DotOperandLayout(0, score_layout, 2))
-        else:
-            q = q_buffer
+        q = q_buffer.load(gl.DotOperandLayout(0, score_layout, 2)) if Q_REGISTERS else q_buffer
         # The first tile holds key 0, which every row sees: from then on the maximum is finite.
         stage = count % STAGES
         nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
@@ -495,5 +490,259 @@ def flash_kernel(
             ),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
+    )
+
+
+# -- pages of another dtype -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def unpack_kernel(
+    k_cache,  # [blocks, kv_heads, PAGE, HEAD_DIM]
+    v_cache,
+    k_scale,
+    v_scale,
+    k_out,  # [scratch tokens, kv_heads, HEAD_DIM], 16-bit
+    v_out,
+    records,
+    block_table,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
+    """K and V of one tile of TOKENS cached tokens and one KV head, as ``gather`` would return them."""
+    record = records + tl.program_id(0) // KV_HEADS * 4
+    kv_head = tl.program_id(0) % KV_HEADS
+    source, row, num_rows, position = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    token = tl.arange(0, TOKENS)
+    live = token < num_rows
+    page = tl.load(block_table + source + (position + token) // PAGE, mask=live, other=0).to(tl.int64)
+    cache_row = (page * KV_HEADS + kv_head) * PAGE + (position + token) % PAGE
+    dim = tl.arange(0, HEAD_DIM)
+    element = cache_row[:, None] * HEAD_DIM + dim[None, :]
+    out_row = (row + token).to(tl.int64) * KV_HEADS + kv_head
+    target = out_row[:, None] * HEAD_DIM + dim[None, :]
+    k = tl.load(k_cache + element, mask=live[:, None], other=0).to(tl.float32)
+    v = tl.load(v_cache + element, mask=live[:, None], other=0).to(tl.float32)
+    if QUANTIZED:
+        k *= tl.load(k_scale + cache_row, mask=live, other=0.0).to(tl.float32)[:, None]
+        v *= tl.load(v_scale + cache_row, mask=live, other=0.0).to(tl.float32)[:, None]
+    tl.store(k_out + target, k.to(k_out.dtype.element_ty), mask=live[:, None])
+    tl.store(v_out + target, v.to(v_out.dtype.element_ty), mask=live[:, None])
+
+
+UNPACK_TOKENS = 64
+
+
+# -- backend ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """block_n: keys of a tile; stages: K/V tiles in flight; q_stages: query tiles in shared memory."""
+
+    block_n: int
+    stages: int
+    q_stages: int
+    q_registers: bool
+    ping_pong: bool
+
+
+LONG = Variant(block_n=128, stages=2, q_stages=2, q_registers=False, ping_pong=False)
+SHORT = Variant(block_n=64, stages=4, q_stages=1, q_registers=True, ping_pong=False)
+
+
+@dataclass(slots=True)
+class Group:
+    """Sequences that one launch serves. unpack: records of the INT8 context to unpack first, or None."""
+
+    records: torch.Tensor
+    unpack: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class HopperPlan:
+    """dense: K and V are not the cache's but dense: the step's own, or unpacked."""
+
+    variant: Variant
+    groups: list[Group]
+    dense: bool
+
+
+class HopperFlashBackend(AttentionBackend):
+    """capability: kernels are chosen for this GPU (default: the device's)."""
+
+    def __init__(
+        self, context: AttentionContext, options: HopperFlashConfig, capability: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(context, options)
+        if options.scratch_tokens < 1:
+            raise ConfigError(f"attention.scratch_tokens must be at least 1, not {options.scratch_tokens}")
+        self.group = context.num_q_heads // context.num_kv_heads
+        self.heads = 2 if self.group % 2 == 0 else 1
+        self.few_tokens = TritonFlashBackend(context, TritonFlashConfig(), capability)
+        on_gpu = context.device.type == "cuda"
+        self.num_programs = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
+        self.scratch_tokens = max(options.scratch_tokens, context.max_model_len)
+        self.scratch = self._new_scratch() if context.kv.name == "int8" else None
+
+    def _new_scratch(self) -> torch.Tensor:
+        """K and V ``[2, scratch_tokens, kv_heads, head_dim]`` in the compute dtype; finite, as TMA tiles must be."""
+        context = self.context
+        size = (2, self.scratch_tokens, context.num_kv_heads, context.head_dim)
+        return torch.zeros(size, dtype=context.dtype, device=context.device)
+
+    def plan_prefill(self, meta: PrefillMetadata) -> HopperPlan | FlashPlan:
+        if meta.max_seqlen_q <= 128:
+            return self.few_tokens.plan_prefill(meta)
+        return self.plan(meta, SHORT if meta.max_seqlen_k <= 2048 else LONG)
+
+    def plan(self, meta: PrefillMetadata, variant: Variant) -> HopperPlan:
+        device = self.context.device
+        tokens = 2 * ROWS.value // self.heads
+        if not meta.has_prefix:
+            return HopperPlan(variant, [Group(to_device(query_tiles(meta, tokens, fresh_rows(meta)), device))], True)
+        if self.context.kv.layers[0].k.dtype == self.context.dtype:
+            return HopperPlan(variant, [Group(to_device(query_tiles(meta, tokens), device))], False)
+        if self.scratch is None:  # an unquantised cache whose dtype is not the compute dtype
+            self.scratch = self._new_scratch()
+        return HopperPlan(variant, self._unpacked_groups(meta, tokens), True)
+
+    def _unpacked_groups(self, meta: PrefillMetadata, tokens: int) -> list[Group]:
+        """Runs of sequences whose contexts fit the scratch together."""
+        starts_q, starts_k = np.array(meta.cu_seqlens_q_cpu), np.array(meta.cu_seqlens_k_cpu)
+        offsets, groups, first = table_offsets(meta), [], 0
+        while first < meta.num_seqs:
+            last = max(first + 1, int(np.searchsorted(starts_k, starts_k[first] + self.scratch_tokens, "right")) - 1)
+            some, queries = slice(first, last), np.diff(starts_q)[first:last]
+            contexts, key_rows = np.diff(starts_k)[some], starts_k[some] - starts_k[first]
+            unpack = tile_records(contexts, offsets[some], key_rows, np.zeros_like(key_rows), UNPACK_TOKENS)
+            records = tile_records(queries, key_rows, starts_q[some], contexts - queries, tokens)
+            groups.append(Group(to_device(records, self.context.device), to_device(unpack, self.context.device)))
+            first = last
+        return groups
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerCache,
+        meta: PrefillMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        plan = meta.plan
+        if isinstance(plan, FlashPlan):
+            self.few_tokens.prefill(q, k, v, layer, meta, out)
+            return
+        if not plan.dense:
+            k, v = layer.k, layer.v
+        for group in plan.groups:
+            if group.unpack is not None and self.scratch is not None:
+                k, v = self._unpack(layer, meta, group.unpack, self.scratch)
+            self._attend(q, k, v, meta, plan, group.records, out)
+
+    def _unpack(
+        self, layer: LayerCache, meta: PrefillMetadata, records: torch.Tensor, scratch: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        context = self.context
+        k, v = scratch
+        unpack_kernel[(records.shape[0] * context.num_kv_heads,)](
+            layer.k,
+            layer.v,
+            layer.k_scale,
+            layer.v_scale,
+            k,
+            v,
+            records,
+            meta.block_table,
+            KV_HEADS=context.num_kv_heads,
+            PAGE=context.block_size,
+            HEAD_DIM=context.head_dim,
+            TOKENS=UNPACK_TOKENS,
+            QUANTIZED=layer.k_scale is not None,
+            num_warps=4,
+        )
+        return k, v
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        meta: PrefillMetadata,
+        plan: HopperPlan,
+        records: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        context, variant = self.context, plan.variant
+        page = 0 if plan.dense else context.block_size
+        box = variant.block_n if plan.dense else min(variant.block_n, page & -page)
+        num_work = records.shape[0] * (context.num_q_heads // self.heads)
+        flash_kernel[(min(num_work, self.num_programs),)](
+            head_descriptor(q, ROWS.value),
+            head_descriptor(k, box) if plan.dense else page_descriptor(k, box, variant.block_n),
+            head_descriptor(v, box) if plan.dense else page_descriptor(v, box, variant.block_n),
+            out,
+            records,
+            num_work,
+            meta.block_table,
+            qk_scale(context),
+            HEADS=self.heads,
+            GROUP=self.group,
+            KV_HEADS=context.num_kv_heads,
+            HEAD_DIM=context.head_dim,
+            PAGE=page,
+            BOX=box,
+            BLOCK_N=variant.block_n,
+            STAGES=variant.stages,
+            Q_STAGES=variant.q_stages,
+            Q_REGISTERS=variant.q_registers,
+            PING_PONG=variant.ping_pong,
+            num_warps=4,
+        )
+
+
+SWIZZLED = gl.NVMMASharedLayout(128, 16, rank=2)
+
+
+def head_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Boxes of ``rows`` tokens of one head of x ``[tokens, heads, head_dim]``, whose heads lie side by side."""
+    if x.stride(1) != x.shape[2]:
+        x = x.contiguous()
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]], SWIZZLED)
+
+
+def page_descriptor(cache: torch.Tensor, rows: int, block_n: int) -> TensorDescriptor:
+    """Boxes of ``rows`` keys: whole tiles where a page holds them, else panels of 64 columns."""
+    head_dim = cache.shape[-1]
+    width = head_dim if rows == block_n else PANEL.value
+    return TensorDescriptor(cache, [cache.numel() // head_dim, head_dim], [head_dim, 1], [rows, width], SWIZZLED)
+
+
+@hookimpl
+def nanoserve_attention(register) -> None:
+    register(
+        AttentionSpec(
+            name="hopper_flash",
+            summary="warp-specialised FlashAttention for Hopper (TMA, wgmma), in Gluon",
+            capabilities=Capabilities(
+                phases=frozenset({"prefill"}),
+                kv_formats=frozenset({"bf16", "int8"}),
+                dtypes=frozenset({"float16", "bfloat16"}),
+                head_dims=frozenset({64, 128}),
+                max_gqa_ratio=8,
+                devices=frozenset({"cuda"}),
+                min_compute_capability=(9, 0),
+                max_compute_capability=(9, 0),
+                block_size_multiple_of=16,
+                needs_finite_cache=True,
+                requires=("triton",),
+            ),
+            config=HopperFlashConfig,
+            factory=HopperFlashBackend,
+        )
     )

@@ -55,7 +55,8 @@ class PagedV2SplitBackend(AttentionBackend):
             self.tile, self.num_warps, programs_per_sm = 64, 4, 2
             self.tile = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize))
         programs = programs_per_sm * num_multiprocessors(context.device)
-        self.work = WorkList(context, step=self.tile, target=options.num_splits or programs // context.num_kv_heads)
+        target = options.num_splits or programs // context.num_kv_heads
+        self.work = WorkList(context, self.head_dim_padded, step=self.tile, target=target)
         self.asm = context.device.type == "cuda" and context.dtype != torch.float32
         self.launch = {"launch_pdl": True} if supports_pdl(context.device) else {}
 
@@ -94,7 +95,7 @@ class PagedV2SplitBackend(AttentionBackend):
             D=self.head_dim_padded,
             N=self.tile,
             num_warps=self.num_warps,
-            num_stages=3,
+            num_stages=1 if self.quantized else 3,
             **self.launch,
         )
         if not fused_merge:

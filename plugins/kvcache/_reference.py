@@ -9,33 +9,30 @@ from __future__ import annotations
 import torch
 
 
-def _rows(slots: torch.Tensor, num_kv_heads: int, block_size: int) -> torch.Tensor:
-    """slots ``S`` (any shape, all >= 0) → row numbers ``[kv_heads, *S]``, int64."""
+def token_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Row numbers of slots ``S`` (any shape, all >= 0) in a cache tensor: int64 ``[kv_heads, *S]``."""
+    _, num_kv_heads, block_size = cache.shape[:3]
     slots = slots.long()
     first_head = slots + slots // block_size * ((num_kv_heads - 1) * block_size)
     heads = torch.arange(num_kv_heads, device=slots.device) * block_size
     return first_head + heads.view(-1, *(1,) * slots.dim())
 
 
-def gather_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """cache ``[num_blocks, kv_heads, block_size, *rest]``, slots ``S`` → ``[*S, kv_heads, *rest]``.
+def read_rows(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows ``[kv_heads, *S]`` of a cache tensor as a fresh ``[*S, kv_heads, *rest]``.
 
-    A fresh copy whose memory is head-major, so that the transpose attention wants is the contiguous one.
+    Its memory is head-major, so that the transpose attention wants is the contiguous one.
     """
-    num_blocks, num_kv_heads, block_size, *rest = cache.shape
-    rows = _rows(slots, num_kv_heads, block_size)
     # index_select on a flat view, because indexing with several tensors is several times slower on the CPU.
-    flat = cache.view(num_blocks * num_kv_heads * block_size, *rest)
-    picked = flat.index_select(0, rows.view(-1)).view(*rows.shape, *rest)
-    return picked.movedim(0, slots.dim())
+    rest = cache.shape[3:]
+    picked = cache.view(-1, *rest).index_select(0, rows.view(-1))
+    return picked.view(*rows.shape, *rest).movedim(0, rows.dim() - 1)
 
 
-def scatter_rows(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values ``[tokens, kv_heads, *rest]`` to slots ``[tokens]`` (all >= 0) of a cache shaped as above."""
-    num_blocks, num_kv_heads, block_size, *rest = cache.shape
-    rows = _rows(slots, num_kv_heads, block_size)
-    flat = cache.view(num_blocks * num_kv_heads * block_size, *rest)
-    flat.index_copy_(0, rows.view(-1), values.transpose(0, 1).reshape(-1, *rest).to(cache.dtype))
+def write_rows(cache: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values ``[tokens, kv_heads, *rest]`` to rows ``[kv_heads, tokens]`` of a cache tensor."""
+    flat = cache.view(-1, *cache.shape[3:])
+    flat.index_copy_(0, rows.view(-1), values.transpose(0, 1).flatten(0, 1).to(cache.dtype))
 
 
 def drop_skipped(slots: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

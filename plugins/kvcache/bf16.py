@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from nanoserve_plugins.kvcache._reference import drop_skipped, gather_rows, scatter_rows
+from nanoserve_plugins.kvcache._reference import drop_skipped, read_rows, token_rows, write_rows
 
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape, KVCacheSpec, LayerCache
@@ -62,12 +62,13 @@ class BF16KVCache(KVCacheFormat):
 
     def _store_torch(self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         slots, k, v = drop_skipped(slot_mapping, k, v)
-        scatter_rows(layer.k, slots, k)
-        scatter_rows(layer.v, slots, v)
+        rows = token_rows(layer.k, slots)
+        write_rows(layer.k, rows, k)
+        write_rows(layer.v, rows, v)
 
     def gather(self, layer: LayerCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = self.shape.dtype
-        return gather_rows(layer.k, slots).to(dtype), gather_rows(layer.v, slots).to(dtype)
+        rows, dtype = token_rows(layer.k, slots), self.shape.dtype
+        return read_rows(layer.k, rows).to(dtype), read_rows(layer.v, rows).to(dtype)
 
 
 @hookimpl

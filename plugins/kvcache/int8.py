@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nanoserve_plugins.kvcache._reference import drop_skipped, gather_rows, scatter_rows
+from nanoserve_plugins.kvcache._reference import drop_skipped, read_rows, token_rows, write_rows
 
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape, KVCacheSpec, LayerCache
@@ -35,7 +35,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """data int8 ``[..., head_dim]`` × scale fp16 ``[...]``, multiplied in fp32, rounded once to ``dtype``."""
-    return (data.float() * scale.float().unsqueeze(-1)).to(dtype)
+    return (data * scale.float().unsqueeze(-1)).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,16 @@ class Int8KVCache(KVCacheFormat):
 
     def _store_torch(self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         slots, k, v = drop_skipped(slot_mapping, k, v)
+        rows = token_rows(layer.k, slots)
         for x, cache, scales in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
             data, scale = quantize(x)
-            scatter_rows(cache, slots, data)
-            scatter_rows(scales, slots, scale)
+            write_rows(cache, rows, data)
+            write_rows(scales, rows, scale)
 
     def gather(self, layer: LayerCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = self.shape.dtype
-        k = dequantize(gather_rows(layer.k, slots), gather_rows(layer.k_scale, slots), dtype)
-        v = dequantize(gather_rows(layer.v, slots), gather_rows(layer.v_scale, slots), dtype)
+        rows, dtype = token_rows(layer.k, slots), self.shape.dtype
+        k = dequantize(read_rows(layer.k, rows), read_rows(layer.k_scale, rows), dtype)
+        v = dequantize(read_rows(layer.v, rows), read_rows(layer.v_scale, rows), dtype)
         return k, v
 
 

@@ -7,8 +7,8 @@ A round, in order:
    preempted from the tail, then half-done prefills, then the candidate itself: who is in this round's batch is never
    a victim.
 2. *Prefill.* The waiting queue, first in first out: half-done prompts, preempted sequences (at the head) and new ones
-   are one case, since a grant starts from whatever the prefix cache still holds. Nobody is admitted past a sequence
-   that does not fit, nor in a round that had to preempt.
+   are one case, since a grant starts from whatever the prefix cache still holds. A chunk shrinks to what fits. Nobody
+   is admitted past a sequence that does not fit at all, nor in a round that had to preempt.
 
 A step in flight may still hold the blocks of a victim. Then the candidate sits this round out, and no further victim
 is taken as long as what is on its way suffices.
@@ -132,11 +132,10 @@ class DecodeFirst(Scheduler):
         kept: list[Sequence] = []
         while waiting and budget and slots and (admissible or num_partial) and num_unfinished < self._max_unfinished:
             seq = waiting.popleft()
-            known = seq.num_tokens
-            granted = 0
-            if seq.releasing or known >= seq.max_num_tokens:
+            if seq.releasing:  # a victim of this round
                 kept.append(seq)
                 continue
+            known, granted = seq.num_tokens, 0
             if seq.block_table:
                 num_partial -= 1
                 granted = blocks.grant(seq, self._chunk(seq, budget, num_unfinished, admissible, num_partial))
@@ -159,8 +158,15 @@ class DecodeFirst(Scheduler):
         waiting.extendleft(reversed(kept))
 
     def _fits(self, seq: Sequence) -> bool:
-        """May ``seq``, which holds no blocks, be admitted? Here any first chunk will do, so ``grant`` decides."""
-        return True
+        """May ``seq``, which holds no blocks, be admitted as far as the free ones go?
+
+        A new one may start with any chunk. A preempted one comes back when all of it fits, or it would fill the blocks
+        it has just given away and lose them again.
+        """
+        return not seq.num_preemptions or self._fits_whole(seq)
+
+    def _fits_whole(self, seq: Sequence) -> bool:
+        return -(-seq.num_tokens // self.blocks.block_size) <= self.blocks.num_free
 
     def _chunk(self, seq: Sequence, budget: int, num_unfinished: int, admissible: int, num_partial: int) -> int:
         """Tokens that ``seq``, just taken from the queue, may have of ``budget``; see DecodeFirstOptions."""

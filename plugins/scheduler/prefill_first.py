@@ -36,7 +36,7 @@ class PrefillFirst(DecodeFirst):
         return schedule
 
     def _fits(self, seq: Sequence) -> bool:
-        return -(-seq.num_tokens // self.blocks.block_size) <= self.blocks.num_free
+        return self._fits_whole(seq)
 
     @property
     def _max_unfinished(self) -> int:

@@ -16,7 +16,7 @@ import pytest
 SM80, SM90 = (8, 0), (9, 0)
 SHARED_MEMORY = {SM80: 163 << 10, SM90: 227 << 10}  # bytes that one program may use
 
-FRESH, LONG, CHUNK = [(512, 512)], [(2048, 2048)], [(512, 1024)]
+FRESH, CHUNK = [(512, 512)], [(512, 1024)]
 FLASH_CASES = {
     **{f"head_dim {d}": {"head_dim": d} for d in (64, 96, 128, 256)},
     **{f"gqa {g}": {"num_q_heads": 2 * g} for g in (1, 3, 8)},
@@ -28,7 +28,19 @@ FLASH_CASES = {
     "int8 chunk, page 16": {"lens": CHUNK, "block_size": 16, "kv_format": "int8"},
     "int8 chunk, page 256": {"lens": CHUNK, "kv_format": "int8"},
 }
+LONG_CHUNK = [(512, 4096)]
+HOPPER_CASES = {
+    "fresh": {},
+    "fresh, long": {"lens": [(4096, 4096)]},
+    "head_dim 64": {"head_dim": 64},
+    "gqa 3": {"num_q_heads": 6},
+    "fp16": {"dtype": "float16"},
+    **{f"chunk, page {page}": {"lens": CHUNK, "block_size": page} for page in (16, 48, 256)},
+    **{f"long chunk, page {page}": {"lens": LONG_CHUNK, "block_size": page} for page in (16, 64, 256)},
+    "int8 chunk": {"lens": CHUNK, "kv_format": "int8"},
+}
 CASES = {
+    "hopper_flash": HOPPER_CASES,
     "triton_varlen": {"bf16": {}, "int8": {"kv_format": "int8"}},
     "triton_flash": FLASH_CASES,
 }
@@ -43,13 +55,13 @@ def attend(name, capability, kv_format="bf16", dtype="bfloat16", lens=FRESH, blo
     from nanoserve.registry import Registry
     from nanoserve.testing.attention import make_case, make_context
 
-    kwargs = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "max_model_len": 4096} | kwargs
+    kwargs = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "max_model_len": 8192} | kwargs
     registry = Registry.discover()
     context = make_context(
         registry.get("kvcache", kv_format),
         dtype=getattr(torch, dtype),
         block_size=block_size,
-        num_blocks=2048 // block_size + 1,
+        num_blocks=4096 // block_size + 1,
         poison_value=0.0,
         **kwargs,
     )
@@ -114,7 +126,7 @@ def report(kernel):
 
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [("triton_varlen", SM80), ("triton_flash", SM80), ("triton_flash", SM90)],
+    [("triton_varlen", SM80), ("triton_flash", SM80), ("triton_flash", SM90), ("hopper_flash", SM90)],
     ids=lambda value: value if isinstance(value, str) else f"sm_{value[0]}{value[1]}",
 )
 def test_compiles_without_spills(name, capability):

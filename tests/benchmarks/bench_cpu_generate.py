@@ -1,4 +1,4 @@
-"""Output tokens per second on this CPU beside `transformers`, same process, same embedded checkpoint, fp32 on both sides.
+"""Output tokens per second on this CPU beside `transformers`: same process, embedded checkpoint, fp32 on both sides.
 
     python tests/benchmarks/bench_cpu_generate.py
 

@@ -157,6 +157,16 @@ def test_min_tokens_lets_early_matches_pass(tokenizer):
     for min_tokens, expected in ((0, ""), (1, ""), (2, "abc"), (4, "abc"), (5, "abcab")):
         _, output, _ = run(tokenizer, "abcab", stop=["ab"], min_tokens=min_tokens)
         assert output.text == expected
+    deltas, output, _ = run(tokenizer, "abx", stop=["ab", "abcd"], min_tokens=2)
+    assert (deltas, output.stopped_by) == (["", "", "abx", ""], None)
+    deltas, _, _ = run(tokenizer, "abx", stop=["ab"], min_tokens=2)
+    assert deltas == ["", "ab", "x", ""]
+
+
+def test_the_end_releases_a_held_text_and_a_cut_character(tokenizer):
+    output = OutputText(tokenizer, SamplingParams(stop=["xyz"]))
+    assert output.append_many([*b"axy", 0xC3]) == "a"
+    assert output.finish() == "xy\ufffd"
 
 
 def test_append_many_is_append(tokenizer):

@@ -131,7 +131,7 @@ def test_c07_preempted_requests_lose_and_repeat_nothing(tiny_folder, rng, budget
         overlap=overlap,
     ) as llm:
         streams = [llm.stream(p, params) for p in prompts]
-        outputs = [[delta for delta in stream] for stream in streams]
+        outputs = [list(stream) for stream in streams]
         stats = llm.stats()
     assert stats.preemptions >= 1
     assert stats.num_free_blocks == stats.num_blocks == 12

@@ -253,6 +253,14 @@ def test_blocked_names_are_skipped(distributions: Distributions, monkeypatch: py
         registry.get("scheduler", "prefill_first")
 
 
+def test_of_two_plugins_in_one_module_one_can_be_blocked(distributions: Distributions) -> None:
+    source = SCHEDULER.format(name="one") + "\n    register(SchedulerSpec('two', 'a test', Options, Mine))\n"
+    distributions.install("pair-dist", {"scheduler.one": "pair_mod", "scheduler.two": "pair_mod"}, pair_mod=source)
+    registry = Registry.discover(disable=["scheduler.one"])
+    assert registry.get("scheduler", "two").name == "two"
+    assert "one" not in registry.names("scheduler")
+
+
 # --- names, options, paths -----------------------------------------------------------------------------------------
 
 

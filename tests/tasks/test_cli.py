@@ -213,7 +213,8 @@ def test_a_sweep_runs_every_job_and_names_the_failing_one(cli: Cli) -> None:
     assert "ba" in table[0] and "ba" in table[2]
 
 
-def test_a_sweep_that_goes_well(cli: Cli) -> None:
+def test_a_sweep_that_goes_well(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
     run = cli("-m", "prompt=ab", "kv=bf16,int8", "scheduler=decode_first,prefill_first", "hydra.sweep.dir=sweep")
     assert run.code == 0
     assert [(llm.job.config.kv.name, llm.job.config.scheduler.name) for llm in cli.llms] == [
@@ -222,6 +223,9 @@ def test_a_sweep_that_goes_well(cli: Cli) -> None:
     results = [json.loads((Path("sweep") / str(i) / "result.json").read_text()) for i in range(4)]
     assert [result["overrides"]["kv"] for result in results] == ["bf16", "bf16", "int8", "int8"]
     assert all(result["figures"]["text"] == "ba" for result in results)
+    files = {str(file.relative_to("sweep")) for file in Path("sweep").rglob("*") if file.is_file()}
+    assert files == {"multirun.yaml", *(f"{i}/result.json" for i in range(4))}
+    assert not any("hf_secret" in (Path("sweep") / file).read_text() for file in files)  # C47: no token on disk
     header = run.out.splitlines()[6]
     assert "kv" in header and "scheduler" in header and "prompt " not in header.replace("prompt tokens", "")
 
@@ -309,6 +313,12 @@ def test_a_bad_line_takes_no_other_down(cli: Cli, tmp_path: Path) -> None:
     assert (first.temperature, first.max_tokens) == (0.6, 9)
     assert (second.temperature, second.logit_bias) == (0.0, {5: 1.0})
     assert run.code == 1 and "5 of 9 prompts failed, first line 4" in run.err
+
+
+def test_the_jobs_of_a_sweep_do_not_overwrite_each_others_output(cli: Cli) -> None:
+    Path("in.jsonl").write_text('"one"\n')
+    assert cli("-m", "prompts=in.jsonl", "output=out.jsonl", "kv=bf16,int8", "hydra.sweep.dir=sweep").code == 0
+    assert sorted(map(str, Path().rglob("out.jsonl"))) == ["sweep/0/out.jsonl", "sweep/1/out.jsonl"]
 
 
 def test_prompts_from_standard_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

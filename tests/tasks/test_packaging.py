@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path) -> Path:
-    """An environment with the wheel installed; its dependencies are borrowed from this one, our editable install is not."""
+    """An environment with the wheel installed; its dependencies, but no editable install, are borrowed from ours."""
     folder = wheel.parent / "venv"
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
@@ -43,9 +43,8 @@ def environment(wheel: Path) -> Path:
     subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", *options, wheel], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     borrowed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (site / "borrowed.pth").write_text(
-        "\n".join(borrowed) + "\n"
-    )  # a path in a .pth file has its own .pth files ignored
+    # Python ignores the .pth files inside a folder that a .pth file names, and an editable install is one of those.
+    (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
     return folder
 
 
@@ -89,9 +88,8 @@ def test_it_runs_from_an_empty_read_only_folder(environment: Path, empty: Path, 
     assert len(run(environment, empty, "nanoserve", *model, "prompt=import json")) > 1
 
 
-def test_a_sweep_writes_where_it_is_told(environment: Path, empty: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_sweep_writes_where_it_is_told(environment: Path, empty: Path, tmp_path: Path) -> None:
     """C47: the output directory is configurable, for a folder that cannot be written."""
-    model = [f"model={tiny_checkpoint}", "engine.max_model_len=64", "sampling.max_tokens=4", "prompt=x"]
-    out = run(environment, empty, "nanoserve", "-m", *model, "kv=bf16,int8", f"hydra.sweep.dir={tmp_path}/sweep")
-    assert "bf16" in out and "int8" in out
+    sweep = ["-m", "task=plugins", "format=markdown", "engine.seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep"]
+    assert "2 jobs" in run(environment, empty, "nanoserve", *sweep)
     assert (tmp_path / "sweep" / "1" / "result.json").is_file()

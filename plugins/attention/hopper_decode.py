@@ -1,0 +1,429 @@
+"""Decode backend ``hopper_decode``: ``paged_v2_split`` written in Gluon for compute capability 9.0, bf16/fp16 and INT8.
+
+Every warp walks tiles of 16 tokens on its own: no shared memory, no barrier before its end. A 16-byte load from the
+cache already **is** a fragment of ``mma.m16n8k16``, because each lane may hold whatever elements of head_dim it likes, as
+long as q (for K) and the output (for V) are permuted alike. Tokens are the rows of both products, Sᵀ = K qᵀ and
+Oᵀ += Vᵀ Pᵀ, so the query heads of a group fill 8 columns instead of 16 rows, and a tile is reloaded as soon as it is
+used. INT8 values become fp16 by byte permutes; the bias that leaves in K is part of the accumulator's start.
+
+The warps of a program take turns at the tiles of one work item (``WorkList``) and add up at its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from nanoserve_plugins.attention._kernels import WorkList, num_multiprocessors, qk_scale
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language import debug_barrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, DecodeMetadata
+from nanoserve.contracts.capabilities import Capabilities
+from nanoserve.contracts.kvcache import LayerCache
+from nanoserve.hookspecs import hookimpl
+
+
+@dataclass(frozen=True)
+class HopperDecodeConfig:
+    """num_splits: most pieces that a lone context is cut into; None: as many as fill the GPU."""
+
+    num_splits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_splits is not None and self.num_splits < 1:
+            raise ValueError(f"num_splits must be at least 1, not {self.num_splits}")
+
+
+class HopperDecodeBackend(AttentionBackend):
+    def __init__(self, context: AttentionContext, options: HopperDecodeConfig) -> None:
+        super().__init__(context, options)
+        self.qk_scale = qk_scale(context)
+        self.quantized = context.kv.name == "int8"
+        self.num_warps = 4
+        warps_per_sm = 16 if self.quantized else 12
+        programs = warps_per_sm // self.num_warps * num_multiprocessors(context.device)
+        target = options.num_splits or programs // context.num_kv_heads
+        self.work = WorkList(context, context.head_dim, step=16 * self.num_warps, target=target)
+        self.fused_merge_from = 1
+
+    def plan_decode(self, meta: DecodeMetadata) -> int:
+        return self.work.plan(meta)
+
+    def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
+        context, work = self.context, self.work
+        fused_merge = meta.num_seqs >= self.fused_merge_from
+        hopper_decode_kernel[(context.num_kv_heads, meta.plan)](
+            q,
+            layer.k.view(torch.int32),
+            layer.v.view(torch.int32),
+            layer.k_scale,
+            layer.v_scale,
+            meta.block_table,
+            work.items,
+            work.partial,
+            work.lse,
+            work.arrived,
+            out,
+            self.qk_scale,
+            meta.block_table.stride(0),
+            *q.stride()[:2],
+            *out.stride()[:2],
+            KV_HEADS=context.num_kv_heads,
+            GROUP=context.num_q_heads // context.num_kv_heads,
+            D=context.head_dim,
+            BLOCK_SIZE=context.block_size,
+            QUANTIZED=self.quantized,
+            FUSED_MERGE=fused_merge,
+            num_warps=self.num_warps,
+            launch_pdl=True,
+        )
+        if not fused_merge:
+            work.merge(out, meta.num_seqs, launch_pdl=True)
+
+
+# -- which lane holds what --------------------------------------------------------------------------------------------
+# Shapes are [warp, token or head, element or word]. In the fragments of mma.m16n8k16, lane 4·g + c holds row g (and
+# g + 8) of A, column g of B, and of the product index k the values 8·b1 + 2·c + b0.
+
+
+@gluon.constexpr_function
+def _bits(axis, first, end):
+    """Bases of the powers of two in [first, end) along an axis."""
+    bases = []
+    while first < end:
+        bases.append([first if axis == i else 0 for i in range(3)])
+        first *= 2
+    return bases
+
+
+@gluon.constexpr_function
+def _row_layout(warps, rows, width, run):
+    """K (and q): lane (g, c) holds ``run`` neighbours of row g, and c moves on by that much: c runs over d, not g."""
+    return gl.DistributedLinearLayout(
+        _bits(2, 1, run) + _bits(2, 4 * run, width) + _bits(1, 8, rows),
+        _bits(2, run, 4 * run) + _bits(1, 1, 8),
+        _bits(0, 1, warps),
+        [],
+        [warps, rows, width],
+    )
+
+
+@gluon.constexpr_function
+def _value_layout(warps, width, run):
+    """V: lane (g, c) holds ``run`` neighbours of tokens 2c, 2c + 1, 2c + 8, 2c + 9, and g moves on along d."""
+    return gl.DistributedLinearLayout(
+        _bits(2, 1, run) + _bits(2, 8 * run, width) + [[0, 1, 0], [0, 8, 0]],
+        _bits(1, 2, 8) + _bits(2, run, 8 * run),
+        _bits(0, 1, warps),
+        [],
+        [warps, 16, width],
+    )
+
+
+# -- loads ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _position(first, page, last, L: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr, kv_head):
+    """Of the tiles that start at tokens ``first`` ``[warps]`` in blocks ``page``: the block's first row (int64) and each
+    token's row in it, both broadcastable to ``[warps, 16]`` in layout L.
+
+    Tokens past ``last`` read its row again: no stale row is ever touched, and nothing needs a mask.
+    """
+    first = gl.convert_layout(first, gl.SliceLayout(1, L))
+    page = gl.convert_layout(page, gl.SliceLayout(1, L))
+    block_row = (page.to(gl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE
+    token = gl.expand_dims(first, 1) + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, L)), 0)
+    in_block = gl.minimum(token, last) - gl.expand_dims(gl.minimum(first, last) // BLOCK_SIZE * BLOCK_SIZE, 1)
+    return gl.expand_dims(block_row, 1), in_block
+
+
+@gluon.jit
+def _load_tile(
+    cache, first, page, last, kv_head, L: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr
+):
+    """Words ``[warps, 16, WIDTH]`` of K or V."""
+    block_row, in_block = _position(first, page, last, gl.SliceLayout(2, L), BLOCK_SIZE, KV_HEADS, kv_head)
+    word = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
+    return gl.load(cache + gl.expand_dims(block_row * WIDTH, 2) + (gl.expand_dims(in_block, 2) * WIDTH + word))
+
+
+@gluon.jit
+def _load_scales(
+    scales, first, page, last, kv_head, L: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr
+):
+    """fp32 ``[warps, 16]``."""
+    block_row, in_block = _position(first, page, last, L, BLOCK_SIZE, KV_HEADS, kv_head)
+    return gl.load(scales + block_row + in_block).to(gl.float32)
+
+
+# -- words to fragments -----------------------------------------------------------------------------------------------
+
+UNPACK_16 = gl.constexpr("mov.b32 {$0, $1}, $2;")
+
+#: int8 ^ 0x80 under the exponent byte 0x64 is the fp16 number 1152 + value: three instructions for four values.
+UNPACK_8_BIASED = gl.constexpr("""{
+    .reg .b32 biased, low, high;
+    xor.b32 biased, $4, 0x80808080;
+    prmt.b32 low, biased, 0x64646464, 0x4140;
+    prmt.b32 high, biased, 0x64646464, 0x4342;
+    mov.b32 {$0, $1}, low;
+    mov.b32 {$2, $3}, high;
+}""")
+
+UNPACK_8 = gl.constexpr("""{
+    .reg .b32 biased, low, high, bias;
+    xor.b32 biased, $4, 0x80808080;
+    mov.b32 bias, 0x64806480;
+    prmt.b32 low, biased, 0x64646464, 0x4140;
+    prmt.b32 high, biased, 0x64646464, 0x4342;
+    sub.f16x2 low, low, bias;
+    sub.f16x2 high, high, bias;
+    mov.b32 {$0, $1}, low;
+    mov.b32 {$2, $3}, high;
+}""")
+
+
+@gluon.jit
+def _unpack_16(words, dtype: gl.constexpr):
+    """``[…]`` → ``[…, b0]``; pairs stay in the register they were loaded into."""
+    low, high = gl.inline_asm_elementwise(
+        UNPACK_16, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return gl.join(low, high).to(dtype, bitcast=True)
+
+
+@gluon.jit
+def _unpack_8(words, ASM: gl.constexpr):
+    """``[…]`` → fp16 ``[…, b0, b1]``, byte 2·b1 + b0."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        ASM, "=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 4, is_pure=True, pack=1
+    )
+    return gl.join(gl.join(a, b), gl.join(c, d))
+
+
+@gluon.jit
+def _query_fragment(q, W: gl.constexpr, D: gl.constexpr, QUANTIZED: gl.constexpr, LAYOUT: gl.constexpr):
+    """q ``[W, 8, D]`` → B ``[W, D, 8]``, D in the order of ``_key_fragment``."""
+    if QUANTIZED:
+        bits = gl.reshape(q.to(gl.float16), [W, 8, D // 64, 4, 4, 2, 2])
+    else:
+        bits = gl.reshape(q, [W, 8, D // 32, 4, 2, 2, 2])
+    q = gl.reshape(gl.permute(bits, (0, 1, 2, 4, 5, 3, 6)), [W, 8, D])
+    return gl.convert_layout(gl.permute(q, (0, 2, 1)), LAYOUT)
+
+
+@gluon.jit
+def _key_fragment(
+    words, W: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr, QUANTIZED: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """K ``[W, 16, words]`` → A ``[W, 16, D]``; INT8 values come out 1152 too large.
+
+    A lane's run along d is (u, c, …, b1, b0), and the product index must be (u, …, b1, c, b0).
+    """
+    if QUANTIZED:
+        k = gl.reshape(_unpack_8(words, UNPACK_8_BIASED), [W, 16, D // 64, 4, 4, 2, 2])
+        k = gl.permute(k, (0, 1, 2, 4, 6, 3, 5))
+    else:
+        k = gl.permute(gl.reshape(_unpack_16(words, dtype), [W, 16, D // 32, 4, 2, 2, 2]), (0, 1, 2, 4, 5, 3, 6))
+    return gl.convert_layout(gl.reshape(k, [W, 16, D]), LAYOUT)
+
+
+@gluon.jit
+def _value_fragment(
+    words, W: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr, QUANTIZED: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """V ``[W, 16, words]`` → A ``[W, D, 16]``; d is (x, g, e) and becomes row (x, e, g)."""
+    if QUANTIZED:
+        v = gl.reshape(_unpack_8(words, UNPACK_8), [W, 16, 8, D // 32, 2, 2])
+        v = gl.permute(v, (0, 3, 5, 4, 2, 1))
+    else:
+        v = gl.permute(gl.reshape(_unpack_16(words, dtype), [W, 16, D // 64, 8, 8]), (0, 2, 4, 3, 1))
+    return gl.convert_layout(gl.reshape(v, [W, D, 16]), LAYOUT)
+
+
+# -- the kernel -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit(do_not_specialize=["table_stride"])
+def hopper_decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    block_table,
+    items,
+    partial,
+    lse,
+    arrived,
+    out,
+    qk_scale,
+    table_stride,
+    q_stride_token,
+    q_stride_head,
+    out_stride_token,
+    out_stride_head,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    QUANTIZED: gl.constexpr,
+    FUSED_MERGE: gl.constexpr,
+):
+    """q, out ``[num_seqs, q_heads, D]``; caches as int32 words; grid (kv_heads, items); scratch as in ``WorkList``."""
+    W: gl.constexpr = gl.num_warps()
+    STEP: gl.constexpr = 16 * W
+    WORDS: gl.constexpr = D // 4 if QUANTIZED else D // 2
+    dtype: gl.constexpr = gl.float16 if QUANTIZED else q.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    Q: gl.constexpr = _row_layout(W, 8, D, 16 if QUANTIZED else 8)
+    K: gl.constexpr = _row_layout(W, 16, WORDS, 4)
+    V: gl.constexpr = _value_layout(W, WORDS, min(4, WORDS // 8))
+    TOKENS: gl.constexpr = gl.SliceLayout(2, MMA)
+    WARPS: gl.constexpr = gl.SliceLayout(1, TOKENS)
+
+    kv_head = gl.program_id(0)
+    item = gl.program_id(1)
+    gdc_launch_dependents()
+    gdc_wait()
+    seq = gl.load(items + item * 8)
+    start = gl.load(items + item * 8 + 1)
+    end = gl.load(items + item * 8 + 2)
+    origin = gl.load(items + item * 8 + 3)
+    pieces = gl.load(items + item * 8 + 4)
+    if seq < 0:
+        return
+    last = end - 1
+    table = block_table + seq.to(gl.int64) * table_stride
+    first = start + 16 * gl.arange(0, W, WARPS)
+    page = gl.load(table + gl.minimum(first, last) // BLOCK_SIZE)
+    next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
+
+    head = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, Q))), 0), 2)
+    dim = gl.expand_dims(gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, Q))), 0), 1)
+    warp = gl.expand_dims(gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, Q))), 1), 2)
+    q_group = q + seq.to(gl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
+    query = gl.load(q_group + head * q_stride_head + (dim + 0 * warp), mask=head + 0 * (dim + warp) < GROUP, other=0.0)
+    query = _query_fragment(query, W, D, QUANTIZED, B)
+    # What the bias of K adds to every score, subtracted in advance: -1152 · Σ q.
+    bias = mma_v2(gl.full([W, 16, D], -1152.0 if QUANTIZED else 0.0, dtype, A), query, gl.zeros([W, 16, 8], gl.float32, MMA))
+
+    k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
+    v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+    if QUANTIZED:
+        ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+        vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+    token_in_tile = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)
+    # Finite, because a warp may have no token at all; probabilities of INT8 are shifted to at most 2^8 (see _kernels).
+    maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
+    normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
+    acc = gl.zeros([W, D, 8], gl.float32, MMA)
+    for _ in range(gl.cdiv(end - start, STEP)):
+        score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
+        live = gl.expand_dims(first, 1) + token_in_tile < end
+        first += STEP
+        page = next_page
+        next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
+        k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
+        if QUANTIZED:
+            score *= gl.expand_dims(ks * qk_scale, 2)
+            ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+        else:
+            score *= qk_scale
+        score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
+        new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
+        correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
+        p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
+        maximum = new_maximum
+        normaliser = normaliser * correction + p
+        if QUANTIZED:
+            p *= gl.expand_dims(vs, 2)
+            vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+        p = gl.convert_layout(p.to(dtype), B)
+        acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
+        v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+
+    # The warps of the program add up.
+    weight_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, MMA))
+    top = gl.max(maximum, 0)
+    weight = gl.exp2(maximum - gl.expand_dims(top, 0))
+    total = gl.sum(gl.sum(normaliser, 1) * weight, 0)
+    result = gl.sum(acc * gl.expand_dims(weight, 1), 0) / gl.expand_dims(gl.convert_layout(total, weight_layout), 0)
+    X: gl.constexpr = 1 if QUANTIZED else D // 64
+    result = gl.reshape(gl.permute(result, (1, 0)), [8, X, D // X // 8, 8])  # rows were (x, e, g)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [W, 1], [1, 0])
+    result = gl.convert_layout(gl.reshape(gl.permute(result, (0, 1, 3, 2)), [8, D]), OUT)
+    head = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, OUT)), 1)
+    dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, OUT)), 0)
+    out_group = out + seq.to(gl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
+    if pieces == 1:
+        gl.store(out_group + head * out_stride_head + dim, result.to(out.dtype.element_ty), mask=head + 0 * dim < GROUP)
+        return
+
+    row = (item * KV_HEADS + kv_head) * GROUP
+    gl.store(partial + row.to(gl.int64) * D + (head * D + dim), result, mask=head + 0 * dim < GROUP)
+    column = gl.arange(0, 8, weight_layout)
+    gl.store(lse + row + column, gl.convert_layout(top + gl.log2(total), weight_layout), mask=column < GROUP)
+    if FUSED_MERGE:
+        debug_barrier()  # every thread's part is written before one of them announces it
+        done = gl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel")
+        if done == pieces - 1:
+            gl.store(arrived + seq * KV_HEADS + kv_head, 0)
+            for g in gl.static_range(GROUP):
+                row = (origin * KV_HEADS + kv_head) * GROUP + g
+                _merge_pieces(partial, lse, row, pieces, KV_HEADS * GROUP, out_group + g * out_stride_head, D, OUT)
+
+
+@gluon.jit
+def _merge_pieces(partial, lse, row, pieces, row_stride, out, D: gl.constexpr, L: gl.constexpr, P: gl.constexpr = 16):
+    """``_kernels.merge_pieces`` in layout L, and the store."""
+    dim = gl.arange(0, D, gl.SliceLayout(0, L))
+    maximum = float("-inf")
+    normaliser = 0.0
+    acc = gl.zeros([D], gl.float32, gl.SliceLayout(0, L))
+    for start in range(0, pieces, P):
+        piece = start + gl.arange(0, P, gl.SliceLayout(1, L))
+        rows = row + piece * row_stride
+        weight = gl.load(lse + rows, mask=piece < pieces, other=float("-inf"), cache_modifier=".cg")
+        address = partial + gl.expand_dims(rows.to(gl.int64), 1) * D + gl.expand_dims(dim, 0)
+        live = gl.expand_dims(piece, 1) + 0 * gl.expand_dims(dim, 0) < pieces
+        values = gl.load(address, mask=live, other=0.0, cache_modifier=".cg")
+        new_maximum = gl.maximum(maximum, gl.max(weight, 0))
+        correction = gl.exp2(maximum - new_maximum)
+        weight = gl.exp2(weight - new_maximum)
+        maximum = new_maximum
+        normaliser = normaliser * correction + gl.sum(weight, 0)
+        acc = acc * correction + gl.sum(values * gl.expand_dims(weight, 1), 0)
+    gl.store(out + dim, (acc / normaliser).to(out.dtype.element_ty))
+
+
+@hookimpl
+def nanoserve_attention(register) -> None:
+    register(
+        AttentionSpec(
+            name="hopper_decode",
+            summary="Gluon decode for compute capability 9.0: loads are tensor-core fragments, INT8 at near half the bytes",
+            capabilities=Capabilities(
+                phases=frozenset({"decode"}),
+                kv_formats=frozenset({"bf16", "int8"}),
+                dtypes=frozenset({"float16", "bfloat16"}),
+                head_dims=frozenset({64, 128}),
+                max_gqa_ratio=8,
+                devices=frozenset({"cuda"}),
+                min_compute_capability=(9, 0),
+                max_compute_capability=(9, 0),
+                cuda_graph=True,
+                block_size_multiple_of=16,
+                requires=("triton",),
+            ),
+            config=HopperDecodeConfig,
+            factory=HopperDecodeBackend,
+        )
+    )
