@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from nanoserve.config import EngineConfig
+from nanoserve.config import CONFIG_PATHS, EngineConfig
 from nanoserve.contracts.errors import RequestError
 from nanoserve.engine.build import build_engine
 from nanoserve.engine.engine import Engine
@@ -31,7 +31,9 @@ class LLM:
     """
 
     def __init__(self, model: str = "tiny", *, registry: Registry | None = None, **options: Any) -> None:
-        self._start(EngineConfig.from_kwargs(model=model, **options), registry)
+        registry = registry or Registry.discover()
+        paths = (*CONFIG_PATHS, *registry.config_paths())
+        self._start(EngineConfig.from_kwargs(model=model, config_paths=paths, **options), registry)
 
     @classmethod
     def from_config(cls, config: EngineConfig, registry: Registry | None = None) -> LLM:
@@ -53,10 +55,12 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        on_finish: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts (texts or token ids) to their end; results in the order of the prompts.
 
         params: one for all, or one per prompt; default ``SamplingParams()``. progress: a bar on standard error.
+        on_finish: called with (position of the prompt, its result) as soon as a prompt has ended, in any order.
         A prompt that can never run raises RequestError (CapacityError if it does not fit), naming its position, before
         anything has been started.
         """
@@ -75,10 +79,12 @@ class LLM:
             with _bar(len(started), enabled=progress) as bar:
                 while len(results) < len(started):
                     self._step()
-                    for request_id in started:
+                    for i, request_id in enumerate(started):
                         if request_id not in results and self._inbox[request_id]:
                             results[request_id] = self._inbox[request_id].popleft()
                             bar.update()
+                            if on_finish is not None:
+                                on_finish(i, results[request_id])
             return [results[request_id] for request_id in started]
         finally:
             for request_id in started:

@@ -12,10 +12,9 @@ from nanoserve.config import EngineConfig, EngineOptions
 from nanoserve.contracts.attention import AttentionContext
 from nanoserve.contracts.capabilities import Requirements
 from nanoserve.contracts.errors import ConfigError, PluginError
-from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape
+from nanoserve.contracts.kvcache import KVCacheShape
 from nanoserve.contracts.observer import EngineInfo
-from nanoserve.contracts.policy import SelectionPolicy
-from nanoserve.contracts.scheduling import Scheduler, SchedulerLimits
+from nanoserve.contracts.scheduling import SchedulerLimits
 from nanoserve.engine.batch import BatchBuilder
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.engine import Engine
@@ -71,7 +70,6 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     candidates = candidates_for(registry, config.attention, need)
     policy_spec = registry.get("policy", config.policy.name)
     policy = policy_spec.factory(registry.make_options("policy", policy_spec, config.policy.options))
-    _check_type("policy", config.policy.name, policy, SelectionPolicy)
     scheduler_spec = registry.get("scheduler", config.scheduler.name)
     scheduler_options = registry.make_options("scheduler", scheduler_spec, config.scheduler.options)
 
@@ -85,6 +83,7 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
         max_positions=max_model_len,
         seed=options.seed,
     )
+    model.pack()
     shape = KVCacheShape(
         num_layers=model_config.num_hidden_layers,
         num_kv_heads=model.num_kv_heads,
@@ -94,7 +93,6 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
         device=device,
     )
     kv = kv_spec.factory(kv_options, shape)
-    _check_type("kvcache", kv_spec.name, kv, KVCacheFormat)
     num_blocks = options.num_kv_blocks
     if num_blocks is None:
         blocks_per_seq = -(-max_model_len // options.block_size)
@@ -117,7 +115,6 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     blocks = BlockManager(num_blocks, options.block_size, options.enable_prefix_caching)
     limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)
     scheduler = scheduler_spec.factory(scheduler_options, limits, blocks)
-    _check_type("scheduler", scheduler_spec.name, scheduler, Scheduler)
     context = AttentionContext(
         num_q_heads=model.num_q_heads,
         num_kv_heads=model.num_kv_heads,
@@ -204,7 +201,3 @@ def resolve_max_model_len(options: EngineOptions, config: ModelConfig) -> int:
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
 
-
-def _check_type(kind: str, name: str, made: object, wanted: type) -> None:
-    if not isinstance(made, wanted):
-        raise PluginError(f"{kind} {name!r}: its factory returned {type(made).__name__}, not {wanted.__name__}")

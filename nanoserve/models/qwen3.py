@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.models.config import ModelConfig
-from nanoserve.models.layers import WeightShard, linear, make_linear, whole
+from nanoserve.models.layers import WeightShard, linear, make_linear, packed, whole
 from nanoserve.models.parallel import ParallelContext
 from nanoserve.models.rope import build_cos_sin
 from nanoserve.ops.activation import silu_and_mul
@@ -111,6 +111,13 @@ class Qwen3ForCausalLM:
         if self.lm_head is not self.embed_tokens:
             shards["lm_head.weight"] = whole(self.lm_head)
         return shards
+
+    def pack(self) -> None:
+        """All weights are loaded: lay them out for speed. ``shards`` cannot be asked afterwards."""
+        for layer in self.layers:
+            for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                matrix.pack()
+        self.lm_head = packed(self.lm_head)
 
     def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
         """Hidden states ``[T, hidden_size]`` after the last norm.

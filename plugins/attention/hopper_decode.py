@@ -17,7 +17,7 @@ import torch
 from nanoserve_plugins.attention._kernels import WorkList, num_multiprocessors, qk_scale
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -49,6 +49,8 @@ class HopperDecodeBackend(AttentionBackend):
         target = options.num_splits or programs // context.num_kv_heads
         self.work = WorkList(context, context.head_dim, step=16 * self.num_warps, target=target)
         self.fused_merge_from = 1
+        self.stages = 0
+        self.extra = {}
 
     def plan_decode(self, meta: DecodeMetadata) -> int:
         return self.work.plan(meta)
@@ -78,11 +80,19 @@ class HopperDecodeBackend(AttentionBackend):
             BLOCK_SIZE=context.block_size,
             QUANTIZED=self.quantized,
             FUSED_MERGE=fused_merge,
+            STAGES=self.stages,
+            **self.extra,
             num_warps=self.num_warps,
             launch_pdl=True,
         )
         if not fused_merge:
             work.merge(out, meta.num_seqs, launch_pdl=True)
+
+
+if "async_load" in async_copy.__all__:
+    async_load = async_copy.async_load
+else:  # Triton 3.6
+    async_load = async_copy.async_copy_global_to_shared
 
 
 # -- which lane holds what --------------------------------------------------------------------------------------------
@@ -143,13 +153,20 @@ def _position(first, page, last, L: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_H
 
 
 @gluon.jit
+def _tile_address(
+    cache, first, page, last, kv_head, L: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr
+):
+    """Of the words ``[warps, 16, WIDTH]`` of K or V."""
+    block_row, in_block = _position(first, page, last, gl.SliceLayout(2, L), BLOCK_SIZE, KV_HEADS, kv_head)
+    word = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
+    return cache + gl.expand_dims(block_row * WIDTH, 2) + (gl.expand_dims(in_block, 2) * WIDTH + word)
+
+
+@gluon.jit
 def _load_tile(
     cache, first, page, last, kv_head, L: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr
 ):
-    """Words ``[warps, 16, WIDTH]`` of K or V."""
-    block_row, in_block = _position(first, page, last, gl.SliceLayout(2, L), BLOCK_SIZE, KV_HEADS, kv_head)
-    word = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
-    return gl.load(cache + gl.expand_dims(block_row * WIDTH, 2) + (gl.expand_dims(in_block, 2) * WIDTH + word))
+    return gl.load(_tile_address(cache, first, page, last, kv_head, L, WIDTH, BLOCK_SIZE, KV_HEADS))
 
 
 @gluon.jit
@@ -274,6 +291,7 @@ def hopper_decode_kernel(
     BLOCK_SIZE: gl.constexpr,
     QUANTIZED: gl.constexpr,
     FUSED_MERGE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """q, out ``[num_seqs, q_heads, D]``; caches as int32 words; grid (kv_heads, items); scratch as in ``WorkList``."""
     W: gl.constexpr = gl.num_warps()
@@ -315,8 +333,9 @@ def hopper_decode_kernel(
     # What the bias of K adds to every score, subtracted in advance: -1152 · Σ q.
     bias = mma_v2(gl.full([W, 16, D], -1152.0 if QUANTIZED else 0.0, dtype, A), query, gl.zeros([W, 16, 8], gl.float32, MMA))
 
-    k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
-    v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+    if STAGES == 0:
+        k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
+        v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
     if QUANTIZED:
         ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
         vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
@@ -325,30 +344,77 @@ def hopper_decode_kernel(
     maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
     normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
     acc = gl.zeros([W, D, 8], gl.float32, MMA)
-    for _ in range(gl.cdiv(end - start, STEP)):
-        score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
-        live = gl.expand_dims(first, 1) + token_in_tile < end
-        first += STEP
-        page = next_page
-        next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
-        k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
-        if QUANTIZED:
-            score *= gl.expand_dims(ks * qk_scale, 2)
-            ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-        else:
-            score *= qk_scale
-        score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
-        new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
-        correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
-        p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
-        maximum = new_maximum
-        normaliser = normaliser * correction + p
-        if QUANTIZED:
-            p *= gl.expand_dims(vs, 2)
-            vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-        p = gl.convert_layout(p.to(dtype), B)
-        acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
-        v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+    if STAGES == 0:
+        for _ in range(gl.cdiv(end - start, STEP)):
+            score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
+            live = gl.expand_dims(first, 1) + token_in_tile < end
+            first += STEP
+            page = next_page
+            next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
+            k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
+            if QUANTIZED:
+                score *= gl.expand_dims(ks * qk_scale, 2)
+                ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+            else:
+                score *= qk_scale
+            score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
+            new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
+            correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
+            p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
+            maximum = new_maximum
+            normaliser = normaliser * correction + p
+            if QUANTIZED:
+                p *= gl.expand_dims(vs, 2)
+                vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+            p = gl.convert_layout(p.to(dtype), B)
+            acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
+            v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+    else:
+        SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, WORDS // 4), [2, 1, 0])
+        k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, W, 16, WORDS], SHARED)
+        v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, W, 16, WORDS], SHARED)
+        ahead = first
+        scale_page = next_page
+        for stage in gl.static_range(STAGES - 1):
+            async_load(k_ring.index(stage), _tile_address(k_cache, ahead, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS))
+            async_load(v_ring.index(stage), _tile_address(v_cache, ahead, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS))
+            async_copy.commit_group()
+            ahead += STEP
+            page = next_page
+            next_page = gl.load(table + gl.minimum(ahead + STEP, last) // BLOCK_SIZE)
+        for i in range(gl.cdiv(end - start, STEP)):
+            slot = i % STAGES
+            refill = (i + STAGES - 1) % STAGES
+            async_copy.wait_group(STAGES - 2)
+            k = k_ring.index(slot).load(K)
+            v = v_ring.index(slot).load(V)
+            async_load(k_ring.index(refill), _tile_address(k_cache, ahead, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS))
+            async_load(v_ring.index(refill), _tile_address(v_cache, ahead, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS))
+            async_copy.commit_group()
+            ahead += STEP
+            page = next_page
+            next_page = gl.load(table + gl.minimum(ahead + STEP, last) // BLOCK_SIZE)
+            score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
+            live = gl.expand_dims(first, 1) + token_in_tile < end
+            first += STEP
+            if QUANTIZED:
+                score *= gl.expand_dims(ks * qk_scale, 2)
+                ks = _load_scales(k_scale, first, scale_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+            else:
+                score *= qk_scale
+            score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
+            new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
+            correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
+            p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
+            maximum = new_maximum
+            normaliser = normaliser * correction + p
+            if QUANTIZED:
+                p *= gl.expand_dims(vs, 2)
+                vs = _load_scales(v_scale, first, scale_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+                scale_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
+            p = gl.convert_layout(p.to(dtype), B)
+            acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
+        async_copy.wait_group(0)
 
     # The warps of the program add up.
     weight_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, MMA))

@@ -57,6 +57,7 @@ class PagedV2SplitBackend(AttentionBackend):
         programs = programs_per_sm * num_multiprocessors(context.device)
         target = options.num_splits or programs // context.num_kv_heads
         self.work = WorkList(context, self.head_dim_padded, step=self.tile, target=target)
+        self.fused_merge_from = 16 if self.quantized else 1
         self.asm = context.device.type == "cuda" and context.dtype != torch.float32
         self.launch = {"launch_pdl": True} if supports_pdl(context.device) else {}
 
@@ -65,7 +66,7 @@ class PagedV2SplitBackend(AttentionBackend):
 
     def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
         context, work = self.context, self.work
-        fused_merge = not self.quantized or meta.num_seqs >= 16
+        fused_merge = meta.num_seqs >= self.fused_merge_from
         k, v = (x.view(torch.int32) if self.quantized else x for x in (layer.k, layer.v))
         paged_v2_split_kernel[(context.num_kv_heads, meta.plan)](
             q,

@@ -1,1 +1,1 @@
-"""The embedded checkpoint: a small Qwen3 that writes Python. See README.md (the model card) and train.py (the recipe)."""
+"""The embedded checkpoint: a small Qwen3 that writes Python. README.md is its model card, train.py its recipe."""

@@ -46,7 +46,7 @@ def split_of(relpath: str) -> Literal["train", "heldout"]:
 
 
 def corpus_files(split: Literal["train", "heldout"], stdlib: str | Path | None = None) -> list[tuple[str, str]]:
-    """`(path relative to the standard library, source without docstrings)` of every file of the split, sorted by path."""
+    """`(path relative to the standard library, source without docstrings)` of the split's files, sorted by path."""
     root = Path(stdlib or sysconfig.get_paths()["stdlib"])
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -74,6 +74,7 @@ def without_docstrings(source: str) -> str:
         doc = node.body[0]
         if not (isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)):
             continue
+        assert doc.end_lineno is not None
         first, last = doc.lineno - 1, doc.end_lineno - 1
         head, tail = lines[first][: doc.col_offset], lines[last][doc.end_col_offset :]
         only = len(node.body) == 1 and not isinstance(node, ast.Module)
@@ -385,11 +386,13 @@ def train(args: argparse.Namespace) -> dict:
     corpus = Corpus(files, tokenizer, rng)
     heldout = corpus_files("heldout", args.stdlib)
     config = model_config(tokenizer)
-    model = Qwen3ForCausalLM(Qwen3Config(**config, attn_implementation="sdpa")).to(device, torch.float32)
+    model = Qwen3ForCausalLM(Qwen3Config(**config))  # fp32 master weights; sdpa attention is the default
+    model.to(device=device, dtype=torch.float32)
     add_dropout(model, args.dropout)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"train {len(files)} files {sum(len(t.encode()) for _, t in files):,} bytes {corpus.tokens:,} tokens; "
-          f"held out {len(heldout)} files; {len(corpus.chats):,} chats; {parameters:,} parameters", flush=True)  # fmt: skip
+    size = sum(len(text.encode()) for _, text in files)
+    print(f"train {len(files)} files, {size:,} bytes, {corpus.tokens:,} tokens; held out {len(heldout)} files")
+    print(f"{len(corpus.chats):,} chats; {parameters:,} parameters", flush=True)
 
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -411,9 +414,8 @@ def train(args: argparse.Namespace) -> dict:
         compiled = torch.compile(loss_of, dynamic=False)
         try:
             for seq_len in (short, long):
-                compiled(
-                    torch.zeros(args.batch_tokens // seq_len, seq_len + 1, dtype=torch.long, device=device)
-                ).backward()
+                rows = torch.zeros(args.batch_tokens // seq_len, seq_len + 1, dtype=torch.long, device=device)
+                compiled(rows).backward()
             step_loss = compiled
         except Exception as error:  # a machine without a C compiler still trains, more slowly
             print(f"torch.compile does not work here, running eagerly: {type(error).__name__}: {str(error)[:300]}")
@@ -467,7 +469,7 @@ def train(args: argparse.Namespace) -> dict:
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
     hardware = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     return {"hardware": hardware, "versions": versions, "parameters": parameters, "train_files": len(files),
-            "train_bytes": sum(len(t.encode()) for _, t in files), "train_tokens": corpus.tokens,
+            "train_bytes": size, "train_tokens": corpus.tokens,
             "heldout_files": len(heldout), "arguments": vars(args), "curve": curve}  # fmt: skip
 
 
@@ -542,14 +544,10 @@ def complete(model, tokenizer, prompts: list[str], temperature: float, tokens: i
     width = max(map(len, encoded))
     ids = torch.tensor([[ends[1]] * (width - len(e)) + e for e in encoded], device=model.device)
     mask = torch.tensor([[0] * (width - len(e)) + [1] * len(e) for e in encoded], device=model.device)
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        if temperature
-        else {"do_sample": False}
-    )
-    full = model.generate(
-        ids, attention_mask=mask, max_new_tokens=tokens, eos_token_id=ends, pad_token_id=ends[1], **sampling
-    )
+    options = {"max_new_tokens": tokens, "eos_token_id": ends, "pad_token_id": ends[1], "do_sample": temperature > 0}
+    if temperature:
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    full = model.generate(ids, attention_mask=mask, **options)
     texts = []
     for row in full[:, width:].tolist():
         end = next((i for i, token in enumerate(row) if token in ends), None)
@@ -565,7 +563,7 @@ def evaluate(args: argparse.Namespace) -> dict:
 
     tokenizer = Tokenizer.from_file(str(Path(args.out) / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
-    result = {"heldout": perplexity(model, tokenizer, corpus_files("heldout", args.stdlib), "cpu")}
+    result: dict = {"heldout": perplexity(model, tokenizer, corpus_files("heldout", args.stdlib), "cpu")}
     signatures = heldout_signatures(args.stdlib)
     samples = ["def read_json(path):", "import json", "class Stack:", "def fibonacci(n):"]
     for temperature in (0.0, 0.6):
@@ -587,14 +585,10 @@ def main() -> None:
     option = parser.add_argument
     option("--out", required=True, help="folder for the checkpoint")
     option("--evaluate", action="store_true", help="do not train, only measure the checkpoint in --out")
-    option(
-        "--minutes", type=float, default=5, help="training ends after this time, start-up and compilation not counted"
-    )
+    option("--minutes", type=float, default=5, help="training ends after this time, compilation not counted")
     option("--epochs", type=float, default=40, help="… or after this many passes, whichever is first")
     option("--batch-tokens", type=int, default=32768, help="tokens per step")
-    option(
-        "--seq-len", type=int, default=1024, help="row length; the last 15 %% of the run uses rows four times as long"
-    )
+    option("--seq-len", type=int, default=1024, help="row length; the last 15 %% of a run reads rows 4 × as long")
     option("--lr", type=float, default=0.02, help="peak learning rate of Muon; AdamW (embedding, norms) uses a tenth")
     option("--weight-decay", type=float, default=0.5, help="the setting that mattered most: see README.md")
     option("--dropout", type=float, default=0.2, help="on the residual branches, in training only")
@@ -603,10 +597,10 @@ def main() -> None:
     option("--device", help="default: cuda if there is one")
     option("--stdlib", help="standard library to read; default: that of the running Python")
     args = parser.parse_args()
-    write_json(
-        Path(args.out) / ("evaluation.json" if args.evaluate else "training.json"),
-        evaluate(args) if args.evaluate else train(args),
-    )
+    if args.evaluate:
+        write_json(Path(args.out) / "evaluation.json", evaluate(args))
+    else:
+        write_json(Path(args.out) / "training.json", train(args))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,278 @@
+"""Decode kernels on a GPU: compile in parallel, check against float64, time beside torch's cuDNN on dense tensors.
+
+    python tests/gpu/decode_bench.py compile check time     # any of the stages, in this order
+
+Shapes are Qwen3-0.6B's: 16 query heads, 8 KV heads, head size 128. A time is that of one layer, in a graph of several
+layers on disjoint random blocks that begins with the step's plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.nn.functional as F
+from gpu.timing import GraphTimer, copy_bandwidth, interleaved
+from nanoserve_plugins.attention import _kernels, hopper_decode, int8_fused, paged_v1, paged_v2, paged_v2_split
+from nanoserve_plugins.kvcache.bf16 import BF16Config, BF16KVCache
+from nanoserve_plugins.kvcache.int8 import Int8Config, Int8KVCache
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nanoserve.contracts.attention import AttentionContext, DecodeMetadata
+from nanoserve.contracts.capabilities import Capabilities
+from nanoserve.contracts.kvcache import KVCacheShape, KVCacheSpec, LayerCache
+from nanoserve.testing.attention import make_case, make_context, relative_error
+
+FORMATS = {
+    "bf16": KVCacheSpec("bf16", "", Capabilities(), BF16Config, BF16KVCache),
+    "int8": KVCacheSpec("int8", "", Capabilities(), Int8Config, Int8KVCache),
+}
+HQ, HKV, D = 16, 8, 128
+SMS = 132
+
+
+# -- candidates -------------------------------------------------------------------------------------------------------
+
+
+def make_backend(name, context):
+    """``v1``, ``v2``, ``fused``, ``split[:target[:fused_from]]``, ``hopper[:warps:stages:target:fused_from[:maxnreg]]``."""
+    kind, *args = name.split(":")
+    numbers = [int(arg) for arg in args]
+    if kind == "v1":
+        return paged_v1.PagedV1Backend(context, paged_v1.PagedV1Config())
+    if kind == "fused":
+        return int8_fused.Int8FusedBackend(context, int8_fused.Int8FusedConfig())
+    if kind == "v2":
+        return paged_v2.PagedV2Backend(context, paged_v2.PagedV2Config())
+    if kind == "split":
+        backend = paged_v2_split.PagedV2SplitBackend(context, paged_v2_split.PagedV2SplitConfig(*numbers[:1]))
+        if numbers[1:]:
+            backend.fused_merge_from = numbers[1]
+        return backend
+    backend = hopper_decode.HopperDecodeBackend(context, hopper_decode.HopperDecodeConfig())
+    if numbers:
+        backend.num_warps, backend.stages, target, backend.fused_merge_from = numbers[:4]
+        backend.work = _kernels.WorkList(context, D, 16 * backend.num_warps, target)
+        if numbers[4:]:
+            backend.extra = {"maxnreg": numbers[4]}
+    return backend
+
+
+# -- compile ----------------------------------------------------------------------------------------------------------
+
+
+def compile_job(job):
+    """Compile what ``job`` = (candidate, format, block size, batch) launches; the real launch finds it in the cache."""
+    from helpers.triton_compile import compile_launches
+
+    name, fmt, block_size, batch = job
+    for module in (_kernels, paged_v2_split, hopper_decode):
+        for function, value in (("supports_pdl", True), ("num_multiprocessors", SMS)):
+            if function in vars(module):
+                setattr(module, function, lambda device, value=value: value)
+    kv = FORMATS[fmt].factory(FORMATS[fmt].config(), KVCacheShape(1, HKV, D, block_size, torch.bfloat16, torch.device("cpu")))
+    kv.allocate(4)
+    context = AttentionContext(HQ, HKV, D, D**-0.5, torch.bfloat16, torch.device("cpu"), block_size, 256, 1, 1, kv)
+    backend = make_backend(name, context)
+    if name.startswith("split"):
+        backend.asm = True
+    q = torch.zeros(batch, HQ, D, dtype=torch.bfloat16)
+    table = torch.zeros(batch, 64, dtype=torch.int32)
+    meta = DecodeMetadata(batch, torch.zeros(batch, dtype=torch.int32), table, table[:, 0], (), 0)
+
+    def launch():
+        meta.plan = backend.plan_decode(meta)
+        backend.decode(q, kv.layers[0], meta, torch.empty_like(q))
+
+    try:
+        return f"{fmt} {name} bs{block_size}: " + "; ".join(
+            str(kernel) for kernel in compile_launches(launch, 90) if kernel.name not in ("_plan", "_merge")
+        )
+    except Exception as error:
+        return f"{fmt} {name} bs{block_size}: {type(error).__name__} {str(error)[:300]}"
+
+
+def compile_stage(jobs):
+    start = time.time()
+    with ProcessPoolExecutor(min(len(os.sched_getaffinity(0)), 16)) as pool:
+        for line in pool.map(compile_job, jobs):
+            if line.endswith(": ") or "Error" in line or " 0 B stack" not in line or os.environ.get("VERBOSE"):
+                print(line)
+    print(f"compiled {len(jobs)} in {time.time() - start:.0f} s", flush=True)
+
+
+# -- check ------------------------------------------------------------------------------------------------------------
+
+
+def check_stage(candidates, seeds=4):
+    """‖out − ref‖ / ‖ref‖ over random ragged batches in NaN-poisoned caches; twice, since the second step reuses scratch."""
+    for fmt, names in candidates.items():
+        worst = dict.fromkeys(names, 0.0)
+        for seed in range(seeds):
+            rng = random.Random(seed)
+            block_size = (16, 64, 256, 32)[seed % 4]
+            longest = (300, 3000, 1000, 40)[seed % 4]
+            lens = [rng.randint(0, longest) for _ in range((1, 5, 40, 130)[seed % 4])]
+            lens[0] = longest
+            blocks = sum(-(-n // block_size) + 1 for n in lens)
+            context = make_context(FORMATS[fmt], num_q_heads=HQ, num_kv_heads=HKV, head_dim=D, dtype=torch.bfloat16,
+                                   device="cuda", block_size=block_size, num_blocks=blocks, max_num_seqs=256)
+            case = make_case(context, lens, seed=seed)
+            live = [i for i, n in enumerate(lens) if n]
+            expected = case.expected()[live]
+            for name in names:
+                backend = make_backend(name, context)
+                for _ in range(2):
+                    total, token = relative_error(case.run(backend)[live], expected)
+                    worst[name] = max(worst[name], total, token / 3)
+        print(fmt, " ".join(f"{name}={error:.4f}" for name, error in worst.items()), flush=True)
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """Random K and V of ``gigabytes``, seen through any block size; layers are disjoint random sets of its blocks."""
+
+    def __init__(self, gigabytes, fmt):
+        self.fmt, self.rows = fmt, int(gigabytes * 2**30) // (2 * D * (1 if fmt == "int8" else 2))
+        self.rows -= self.rows % (256 * HKV)
+        if fmt == "int8":
+            self.data = [torch.empty(self.rows, D, dtype=torch.int8, device="cuda").random_(-127, 128) for _ in "kv"]
+            self.scales = [torch.rand(self.rows, device="cuda").add_(0.5).mul_(0.016).half() for _ in "kv"]
+        else:
+            self.data = [torch.empty(self.rows, D, dtype=torch.bfloat16, device="cuda").normal_() for _ in "kv"]
+            self.scales = []
+
+    def context_and_layers(self, lens, block_size):
+        """The engine's context, then (layer, metadata, q, out) per layer."""
+        layer = LayerCache(
+            self.fmt,
+            *(x.view(-1, HKV, block_size, D) for x in self.data),
+            *(x.view(-1, HKV, block_size) for x in self.scales),
+        )
+        kv = FORMATS[self.fmt].factory(FORMATS[self.fmt].config(), KVCacheShape(1, HKV, D, block_size, torch.bfloat16, torch.device("cuda")))
+        kv.layers = [layer]
+        context = AttentionContext(HQ, HKV, D, D**-0.5, torch.bfloat16, torch.device("cuda"), block_size, 512, 512, 65536, kv)
+        needed = [-(-n // block_size) for n in lens]
+        num_blocks = layer.k.shape[0]
+        num_layers = max(2, min(28, num_blocks // sum(needed)))
+        ids = torch.randperm(num_blocks, device="cuda", dtype=torch.int64).int()
+        cuts = torch.tensor([0, *needed]).cumsum(0).tolist()
+        columns = torch.arange(max(needed), device="cuda")
+        lengths = torch.tensor(lens, dtype=torch.int32, device="cuda")
+        index = (torch.tensor(cuts[:-1], device="cuda")[:, None] + columns).clamp_max_(cuts[-1] - 1)
+        steps = []
+        for i in range(num_layers):
+            table = ids[(i * cuts[-1]) % (num_blocks - cuts[-1] + 1) :][index].contiguous()
+            meta = DecodeMetadata(len(lens), lengths, table, table[:, 0], tuple(lens), max(lens))
+            q = torch.randn(len(lens), HQ, D, device="cuda", dtype=torch.bfloat16)
+            steps.append((layer, meta, q, torch.empty_like(q)))
+        return context, steps
+
+
+def timer_of(name, context, steps):
+    backend = make_backend(name, context)
+
+    def prepare():
+        plan = backend.plan_decode(steps[0][1])
+        for _, meta, _, _ in steps:
+            meta.plan = plan
+
+    return GraphTimer([functools.partial(backend.decode, q, layer, meta, out) for layer, meta, q, out in steps], prepare)
+
+
+def cudnn_timer(pool, batch, context_len):
+    size = batch * HKV * context_len
+    layers = max(2, min(28, pool.rows // size))
+    q = torch.randn(batch, HQ, 1, D, device="cuda", dtype=torch.bfloat16)
+    views = [
+        [x[(i * size) % (pool.rows - size + 1) :][:size].view(batch, HKV, context_len, D) for x in pool.data]
+        for i in range(layers)
+    ]
+
+    def call(k, v):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return GraphTimer([functools.partial(call, k, v) for k, v in views])
+
+
+def ragged(n):
+    rng = random.Random(n)
+    return [rng.randint(16, 2048) for _ in range(n)]
+
+
+SHAPES = {
+    "1x1024": [1024],
+    "8x511": [511] * 8,
+    "1x4096": [4096],
+    "1x32768": [32768],
+    "16x1024": [1024] * 16,
+    "32x1024": [1024] * 32,
+    "32x4096": [4096] * 32,
+    "64x1024": [1024] * 64,
+    "256x1024": [1024] * 256,
+    "64x8192": [8192] * 64,
+    "ragged64": ragged(64),
+    "ragged256": ragged(256),
+}
+
+
+def time_stage(plans, gigabytes=8.0, rounds=9):
+    """plans: (format, block size, shape, candidates). Prints microseconds, and TB/s of the fastest."""
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy:.3f} TB/s", flush=True)
+    results = []
+    pools = {}
+    for fmt, block_size, shape, names in plans:
+        if fmt not in pools:
+            pools.clear()
+            torch.cuda.empty_cache()
+            pools[fmt] = Pool(gigabytes, fmt)
+        lens = SHAPES[shape]
+        context, steps = pools[fmt].context_and_layers(lens, block_size)
+        timers = {}
+        for name in names:
+            try:
+                if name == "cudnn":
+                    timers[name] = cudnn_timer(pools[fmt], len(lens), lens[0])
+                else:
+                    timers[name] = timer_of(name, context, steps)
+            except Exception as error:
+                print(fmt, shape, name, type(error).__name__, str(error)[:200])
+        times = interleaved(timers, rounds)
+        size = sum(lens) * HKV * 2 * (D + 2 if fmt == "int8" else 2 * D)
+        best = min(time for name, time in times.items() if name != "cudnn")
+        row = " ".join(f"{name}={time:.1f}" for name, time in times.items())
+        print(f"{fmt} bs{block_size} {shape} [{size / best / 1e6:.2f} TB/s, {size / best / 1e6 / copy:.0%}]: {row}", flush=True)
+        results.append({"format": fmt, "block_size": block_size, "shape": shape, "copy": copy, "us": times})
+        for timer in timers.values():
+            timer.graph.reset()
+        del timers, steps, context
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], "decode.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    from decode_plans import CHECKS, PLANS
+
+    stages = sys.argv[1:]
+    if "compile" in stages:
+        jobs = {(name, fmt, block_size, len(SHAPES[shape])) for fmt, block_size, shape, names in PLANS for name in names}
+        jobs |= {(name, fmt, bs, b) for fmt, names in CHECKS.items() for name in names for bs in (16, 32, 64, 256) for b in (1, 40)}
+        compile_stage(sorted(job for job in jobs if job[0] != "cudnn"))
+    if "check" in stages:
+        check_stage(CHECKS)
+    if "time" in stages:
+        time_stage(PLANS)
