@@ -43,6 +43,53 @@ class Batch:
     logits_index: torch.Tensor | None
     chunks: list[Sequence]
 
+    @classmethod
+    def of_decode(cls, input_ids: torch.Tensor, positions: torch.Tensor, decode: DecodeMetadata) -> Batch:
+        """A decode-only step on fixed buffers: what the model and the attention need of it, and no bookkeeping."""
+        empty = np.zeros(0, dtype=np.int64)
+        return cls(
+            num_decode=decode.num_seqs,
+            num_prefill=0,
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=decode.slot_mapping,
+            decode=decode,
+            prefill=None,
+            sampled=[],
+            sampled_rows=input_ids,
+            sampled_rows_cpu=empty,
+            sample_positions_cpu=empty,
+            logits_index=None,
+            chunks=[],
+        )
+
+
+class RowState:
+    """What the device remembers of each sequence that holds blocks, by its table row.
+
+    table: ``[rows, width]`` int32 block table; last_tokens: ``[rows]`` int32, the token sampled last.
+    scratch: a row that no sequence owns, for padding. generation: changes when the tensors have moved.
+    """
+
+    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
+        self.width = width
+        self.generation = 0
+        self.table = torch.zeros(num_rows + 1, width, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+
+    @property
+    def scratch(self) -> int:
+        return len(self.last_tokens) - 1
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for rows ``0 … num_rows - 1``."""
+        if num_rows > self.scratch:
+            grown = RowState(2 * num_rows, self.width, self.table.device)
+            grown.table[: len(self.table)] = self.table
+            grown.last_tokens[: len(self.last_tokens)] = self.last_tokens
+            self.table, self.last_tokens = grown.table, grown.last_tokens
+            self.generation += 1
+
 
 class Packer:
     """Copies int32 host arrays to the device in one transfer and hands back a view for each.
@@ -82,13 +129,12 @@ class Packer:
 class BatchBuilder:
     """Turns a :class:`Schedule` into a :class:`Batch` and keeps the device's block table up to date."""
 
-    def __init__(self, blocks: BlockManager, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, blocks: BlockManager, rows: RowState, device: torch.device) -> None:
         self.blocks = blocks
         self.block_size = blocks.block_size
+        self.rows = rows
         self.device = device
         self.pack = Packer(device)
-        self.table_width = -(-max_model_len // self.block_size)
-        self.table = torch.zeros(0, self.table_width, dtype=torch.int32, device=device)
 
     def build(self, schedule: Schedule) -> Batch:
         """The batch of ``schedule``, whose grants have just been made."""
@@ -132,7 +178,7 @@ class BatchBuilder:
         sampled_rows = np.array([s.table_row for s in sampled], dtype=np.int32)
 
         rows, cols, block_ids = self.blocks.take_table_updates()
-        updates = np.array(rows, dtype=np.int64) * self.table_width + np.array(cols, dtype=np.int64)
+        updates = np.array(rows, dtype=np.int64) * self.rows.width + np.array(cols, dtype=np.int64)
         every_token_sampled = not prefill
         (
             d_positions,
@@ -217,13 +263,9 @@ class BatchBuilder:
         )
 
     def _update_table(self, flat_index: torch.Tensor, block_ids: torch.Tensor) -> None:
-        if self.blocks.num_rows > len(self.table):
-            grown = torch.zeros(2 * self.blocks.num_rows, self.table_width, dtype=torch.int32, device=self.device)
-            grown[: len(self.table)] = self.table
-            self.table = grown
         if len(block_ids):
-            self.table.view(-1).index_copy_(0, flat_index.long(), block_ids)
+            self.rows.table.view(-1).index_copy_(0, flat_index.long(), block_ids)
 
     def _table_of(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
         """Block table ``[len(rows), blocks of the longest context]`` of this step."""
-        return self.table[:, : -(-longest // self.block_size)].index_select(0, rows)
+        return self.rows.table[:, : -(-longest // self.block_size)].index_select(0, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from nanoserve.contracts.errors import ConfigError, PluginError
 from nanoserve.contracts.kvcache import KVCacheShape
 from nanoserve.contracts.observer import EngineInfo
 from nanoserve.contracts.scheduling import SchedulerLimits
-from nanoserve.engine.batch import BatchBuilder
+from nanoserve.engine.batch import BatchBuilder, RowState
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.engine import Engine
 from nanoserve.engine.memory import blocks_on_cpu, blocks_on_gpu, peak_forward_bytes
@@ -128,7 +129,15 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
         max_model_len=max_model_len,
         kv=kv,
     )
-    selector = AttentionSelector(candidates, policy, make_builder(registry, config.attention, context))
+    in_graph = replace(need, cuda_graph=True)
+    capturable = tuple(
+        name
+        for name in candidates["decode"]
+        if not registry.get("attention", name).capabilities.refusals(in_graph, "decode")
+    )
+    builder = make_builder(registry, config.attention, context)
+    selector = AttentionSelector(candidates, policy, builder, capturable)
+    rows = RowState(2 * options.max_num_seqs, -(-max_model_len // options.block_size), device)
     info = EngineInfo(
         model=config.model.name or str(config.model.path),
         attention={phase: "|".join(names) for phase, names in candidates.items()},
@@ -142,8 +151,9 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     eos = eos_token_ids(folder) if folder is not None else frozenset()
     return Engine(
         ModelRunner(
-            model, kv, selector, BatchBuilder(blocks, max_model_len, device), Sampler(model_config.vocab_size, device),
-            model.num_q_heads, capability,
+            model, kv, selector, BatchBuilder(blocks, rows, device), Sampler(model_config.vocab_size, device),
+            capability, options.max_num_seqs, max_model_len,
+            fixed_decode=bool(capturable) and not options.enforce_eager and device.type == "cuda",
         ),
         scheduler,
         blocks,
@@ -200,4 +210,3 @@ def resolve_max_model_len(options: EngineOptions, config: ModelConfig) -> int:
 
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
-

@@ -10,11 +10,13 @@ from typing import Protocol
 
 import torch
 
+from nanoserve.contracts.attention import AttentionBackend
 from nanoserve.contracts.kvcache import KVCacheFormat
 from nanoserve.contracts.policy import SelectionShape
 from nanoserve.contracts.scheduling import Schedule
 from nanoserve.engine.attention import AttentionStep
 from nanoserve.engine.batch import Batch, BatchBuilder
+from nanoserve.engine.graphs import DecodeGraphs
 from nanoserve.engine.sampler import Sampler, SamplerOutput
 from nanoserve.engine.selection import AttentionSelector
 from nanoserve.engine.sequence import Sequence
@@ -53,15 +55,17 @@ class Runner(Protocol):
 
 
 class _Launched:
-    def __init__(self, batch: Batch, output: SamplerOutput | None) -> None:
-        self.sampled = batch.sampled
-        self.chunks = batch.chunks
+    def __init__(
+        self, sampled: list[Sequence], chunks: list[Sequence], output: SamplerOutput | None, device: torch.device
+    ) -> None:
+        self.sampled = sampled
+        self.chunks = chunks
         self._tokens = self._logprobs = self._done = None
         if output is not None:
             self._tokens = self._start_copy(output.token_ids)
             if output.logprobs is not None:
                 self._logprobs = [self._start_copy(t) for t in output.logprobs]
-        if batch.positions.is_cuda:
+        if device.type == "cuda":
             self._done = torch.cuda.Event()
             self._done.record()
 
@@ -84,7 +88,10 @@ class _Launched:
 
 
 class ModelRunner:
-    """The runner of a real model on one device."""
+    """The runner of a real model on one device.
+
+    fixed_decode: run decode-only steps on fixed buffers, on a GPU as CUDA graphs.
+    """
 
     def __init__(
         self,
@@ -93,41 +100,53 @@ class ModelRunner:
         selector: AttentionSelector,
         builder: BatchBuilder,
         sampler: Sampler,
-        num_q_heads: int,
         compute_capability: tuple[int, int] | None,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        fixed_decode: bool = False,
     ) -> None:
         self.model = model
         self.kv = kv
         self.selector = selector
         self.builder = builder
+        self.rows = builder.rows
         self.sampler = sampler
-        self.num_q_heads = num_q_heads
         self.compute_capability = compute_capability
         self.device = kv.shape.device
-        self.last_tokens = torch.zeros(0, dtype=torch.int32, device=self.device)  # by table row
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.graphs: DecodeGraphs | None = None
+        if fixed_decode:
+            capture = self.device.type == "cuda"
+            self.graphs = DecodeGraphs(
+                model, kv, sampler, self.rows, self._captured_backend, max_num_seqs, max_model_len, capture=capture
+            )
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> InFlight:
-        for seq in self.builder.blocks.take_new_rows():
+        blocks = self.builder.blocks
+        for seq in blocks.take_new_rows():
             self.sampler.set_row(seq.table_row, seq.params, seq.seed, seq)
+        self.rows.reserve(blocks.num_rows)
+        if self.graphs is not None and not schedule.prefill and len(schedule.decode) <= self.max_num_seqs:
+            blocks.take_table_updates()  # a decoding sequence gets at most its last block, which travels by itself
+            decode: list[Sequence] = schedule.decode  # type: ignore[assignment]
+            return _Launched(decode, [], self.graphs.launch(decode), self.device)
         batch = self.builder.build(schedule)
         plan = self.sampler.prepare(batch.sampled_rows_cpu, batch.sample_positions_cpu, batch.sampled)
-        if self.builder.blocks.num_rows > len(self.last_tokens):
-            grown = torch.zeros(2 * self.builder.blocks.num_rows, dtype=torch.int32, device=self.device)
-            grown[: len(self.last_tokens)] = self.last_tokens
-            self.last_tokens = grown
         if batch.num_decode:
             # Decoding sequences feed on what was sampled last, on the device: the host may not know the value yet.
             rows = batch.sampled_rows[: batch.num_decode]
-            batch.input_ids[: batch.num_decode] = self.last_tokens.index_select(0, rows)
+            batch.input_ids[: batch.num_decode] = self.rows.last_tokens.index_select(0, rows)
         hidden = self.model.forward(batch.input_ids, self._attention_step(batch))
         if not batch.sampled:  # unfinished chunks only
-            return _Launched(batch, None)
+            return _Launched([], batch.chunks, None, self.device)
         if batch.logits_index is not None:
             hidden = hidden.index_select(0, batch.logits_index)
         output = self.sampler(self.model.compute_logits(hidden), plan)
-        self.last_tokens.index_copy_(0, batch.sampled_rows.long(), output.token_ids.clamp_min(0).int())
-        return _Launched(batch, output)
+        self.rows.last_tokens.index_copy_(0, batch.sampled_rows.long(), output.token_ids.clamp_min(0).int())
+        return _Launched(batch.sampled, batch.chunks, output, self.device)
 
     def _attention_step(self, batch: Batch) -> AttentionStep:
         prefill = decode = None
@@ -146,24 +165,30 @@ class ModelRunner:
                 ),
             )
         if batch.decode is not None:
-            decode = self.selector.select(
-                "decode",
-                SelectionShape(
-                    batch=batch.decode.num_seqs,
-                    num_tokens=batch.decode.num_seqs,
-                    max_seqlen_q=1,
-                    max_context=batch.decode.max_context_len,
-                    kv_format=self.kv.name,
-                    compute_capability=self.compute_capability,
-                    has_prefix=True,
-                ),
-            )
-        return AttentionStep(batch, self.kv, self.num_q_heads, prefill, decode)
+            shape = self._decode_shape(batch.decode.num_seqs, batch.decode.max_context_len)
+            decode = self.selector.select("decode", shape)
+        return AttentionStep(batch, self.kv, self.model.num_q_heads, prefill, decode)
+
+    def _captured_backend(self, batch_size: int) -> AttentionBackend:
+        return self.selector.select("decode", self._decode_shape(batch_size, self.max_model_len), captured=True)
+
+    def _decode_shape(self, num_seqs: int, max_context: int) -> SelectionShape:
+        return SelectionShape(
+            batch=num_seqs,
+            num_tokens=num_seqs,
+            max_seqlen_q=1,
+            max_context=max_context,
+            kv_format=self.kv.name,
+            compute_capability=self.compute_capability,
+            has_prefix=True,
+        )
 
     def close(self) -> None:
         """Give all device memory back; the runner cannot be used afterwards."""
+        if self.graphs is not None:
+            self.graphs.close()
         self.selector.close()
         self.kv.close()
-        del self.model, self.builder, self.sampler, self.last_tokens
+        del self.model, self.builder, self.sampler, self.rows
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

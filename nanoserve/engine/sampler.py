@@ -10,6 +10,7 @@ never waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,11 +61,17 @@ class SamplingPlan:
     """
 
     params: torch.Tensor | None
-    search_width: int
-    any_min_p: bool
-    additions: tuple[torch.Tensor, torch.Tensor] | None
-    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    num_logprobs: int
+    search_width: int = 0
+    any_min_p: bool = False
+    additions: tuple[torch.Tensor, torch.Tensor] | None = None
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    num_logprobs: int = -1
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy or temperature only, no logprobs: what a captured sampler can do."""
+        edited = self.additions is not None or self.penalties is not None
+        return not (edited or self.search_width or self.any_min_p or self.num_logprobs >= 0)
 
 
 # Rows of the two parameter tables: fp32 ones go to the device, integers decide on the host what a step needs.
@@ -108,11 +115,18 @@ class Sampler:
         if params.min_tokens:
             self._stop_ids[row] = np.array([i for i in seq.stop_ids if 0 <= i < self.vocab_size], np.int64)
 
-    def prepare(self, rows: np.ndarray, positions: np.ndarray, seqs: ListLike[Sequence]) -> SamplingPlan:
+    def prepare(
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        seqs: ListLike[Sequence],
+        upload: Callable[[np.ndarray], torch.Tensor] | None = None,
+    ) -> SamplingPlan:
         """Everything the next call needs that does not depend on logits.
 
         rows, positions: ``[B]`` integers: table row, and 0-based index among the output tokens of the token to sample.
         seqs: the ``B`` sequences; the tokens of one with penalties must all have arrived.
+        upload: takes the ``[5, B]`` fp32 parameters to the device; default: a copy of their own.
         """
         ints = self._ints.take(rows, axis=1)
         largest = ints.max(axis=1, initial=-1)
@@ -123,7 +137,7 @@ class Sampler:
             self._floats.take(rows, axis=1, out=floats[:4])
             floats[UNIFORM] = _uniform(self._seeds[rows], positions)
             any_min_p = bool(floats[MIN_P].any())
-            params = self._to_device(floats)
+            params = (upload or self._to_device)(floats)
         additions = penalties = None
         blocked = ints[MIN_TOKENS] > positions
         if largest[HAS_BIAS] > 0 or blocked.any():

@@ -57,21 +57,26 @@ def _accepting(registry: Registry, phase: Phase, need: Requirements) -> tuple[li
 
 
 class AttentionSelector:
-    """Builds a backend the first time the policy names it and remembers it."""
+    """Builds a backend the first time the policy names it and remembers it.
+
+    capturable: the decode candidates that may run inside a CUDA graph.
+    """
 
     def __init__(
         self,
         candidates: dict[Phase, tuple[str, ...]],
         policy: SelectionPolicy,
         build: Callable[[str], AttentionBackend],
+        capturable: tuple[str, ...] = (),
     ) -> None:
         self.candidates = candidates
+        self.capturable = capturable
         self.policy = policy
         self._build = build
         self._built: dict[str, AttentionBackend] = {}
 
-    def select(self, phase: Phase, shape: SelectionShape) -> AttentionBackend:
-        names = self.candidates[phase]
+    def select(self, phase: Phase, shape: SelectionShape, captured: bool = False) -> AttentionBackend:
+        names = self.capturable if captured else self.candidates[phase]
         name = names[0] if len(names) == 1 else self.policy.select(phase, shape, names)
         backend = self._built.get(name)
         if backend is None:

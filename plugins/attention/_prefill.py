@@ -10,17 +10,23 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanoserve.contracts.attention import PrefillMetadata
+from nanoserve.contracts.attention import AttentionContext, PrefillMetadata
 
 
 def tile_records(
-    lengths: np.ndarray, sources: np.ndarray, rows: np.ndarray, positions: np.ndarray, tokens_per_tile: int
+    lengths: np.ndarray, sources: np.ndarray, rows: np.ndarray, positions: np.ndarray, tokens_per_tile: int, section: int
 ) -> np.ndarray:
     """Cut sequences of ``lengths`` tokens into tiles; records ``(source, row, num_rows, position)`` int32 ``[tiles, 4]``.
 
     sources: where a sequence's keys are found, copied to its tiles. rows: its first row in a packed tensor, positions:
-    that row's absolute position; a tile's own are those of its first token. Sorted by ``position + num_rows``, falling.
+    that row's absolute position; a tile's own are those of its first token. Sequences come in sections of about
+    ``section`` tokens of context, longest first, whose keys and values stay in the L2 cache while their tiles run;
+    within a section the longest tile comes first.
     """
+    contexts = positions + lengths
+    by_length = np.argsort(-contexts, kind="stable")
+    sections = np.empty_like(contexts)
+    sections[by_length] = (np.cumsum(contexts[by_length]) - contexts[by_length]) // section
     tiles_per_seq = -(-lengths // tokens_per_tile)
     sequence = np.repeat(np.arange(len(lengths)), tiles_per_seq)
     first_tile = np.cumsum(tiles_per_seq) - tiles_per_seq
@@ -30,16 +36,23 @@ def tile_records(
     records[:, 1] = rows[sequence] + offset
     records[:, 2] = np.minimum(lengths[sequence] - offset, tokens_per_tile)
     records[:, 3] = positions[sequence] + offset
-    return records[np.argsort(-(records[:, 2] + records[:, 3]), kind="stable")]
+    return records[np.lexsort((-(records[:, 2] + records[:, 3]), sections[sequence]))]
 
 
-def query_tiles(meta: PrefillMetadata, tokens_per_tile: int, key_rows: np.ndarray | None = None) -> np.ndarray:
+def query_tiles(
+    meta: PrefillMetadata, tokens_per_tile: int, section: int, key_rows: np.ndarray | None = None
+) -> np.ndarray:
     """Records of the query tokens. source: the sequence's offset in the flattened block table, or ``key_rows[i]``, its
     first row in K and V that lie densely."""
     starts_q, starts_k = np.array(meta.cu_seqlens_q_cpu), np.array(meta.cu_seqlens_k_cpu)
     query_lens, context_lens = np.diff(starts_q), np.diff(starts_k)
     sources = table_offsets(meta) if key_rows is None else key_rows
-    return tile_records(query_lens, sources, starts_q[:-1], context_lens - query_lens, tokens_per_tile)
+    return tile_records(query_lens, sources, starts_q[:-1], context_lens - query_lens, tokens_per_tile, section)
+
+
+def section_tokens(context: AttentionContext) -> int:
+    """Tokens whose K and V take 24 MiB: what an H200 keeps in its L2 cache beside queries and outputs."""
+    return max(1, (24 << 20) // (2 * context.num_kv_heads * context.head_dim * context.dtype.itemsize))
 
 
 def table_offsets(meta: PrefillMetadata) -> np.ndarray:

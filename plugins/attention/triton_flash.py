@@ -14,7 +14,13 @@ import torch
 import triton
 import triton.language as tl
 from nanoserve_plugins.attention._kernels import qk_scale
-from nanoserve_plugins.attention._prefill import compute_capability, fresh_rows, query_tiles, to_device
+from nanoserve_plugins.attention._prefill import (
+    compute_capability,
+    fresh_rows,
+    query_tiles,
+    section_tokens,
+    to_device,
+)
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, PrefillMetadata
@@ -187,6 +193,7 @@ class TritonFlashBackend(AttentionBackend):
         super().__init__(context, options)
         self.group = context.num_q_heads // context.num_kv_heads
         self.capability = capability or compute_capability(context.device)
+        self.section = section_tokens(context)
         power_of_two = context.head_dim & (context.head_dim - 1) == 0
         self.use_tma = options.use_tma and self.capability >= (9, 0) and power_of_two
 
@@ -197,7 +204,8 @@ class TritonFlashBackend(AttentionBackend):
 
     def plan(self, meta: PrefillMetadata, tile: Tile) -> FlashPlan:
         dense = not meta.has_prefix
-        records = query_tiles(meta, tile.block_m // self.group, fresh_rows(meta) if dense else None)
+        tokens = tile.block_m // self.group
+        records = query_tiles(meta, tokens, self.section, fresh_rows(meta) if dense else None)
         return FlashPlan(tile, to_device(records, self.context.device), dense)
 
     def prefill(

@@ -7,8 +7,8 @@ A round, in order:
    preempted from the tail, then half-done prefills, then the candidate itself: who is in this round's batch is never
    a victim.
 2. *Prefill.* The waiting queue, first in first out: half-done prompts, preempted sequences (at the head) and new ones
-   are one case, since a grant starts from whatever the prefix cache still holds. A chunk shrinks to what fits. Nobody
-   is admitted past a sequence that does not fit at all, nor in a round that had to preempt.
+   are one case, since a grant starts from whatever the prefix cache still holds. A chunk shrinks to what fits, and
+   nobody is admitted past a sequence that does not fit at all.
 
 A step in flight may still hold the blocks of a victim. Then the candidate sits this round out, and no further victim
 is taken as long as what is on its way suffices.
@@ -45,7 +45,6 @@ class DecodeFirst(Scheduler):
         super().__init__(options, limits, blocks)
         self._num_partial = 0  # of this round: waiting sequences that hold blocks
         self._num_ending = 0  # of this round: running sequences whose last token is in flight
-        self._short = False  # of this round: some sequence lacked a block
 
     def schedule(self) -> Schedule:
         self._begin()
@@ -62,7 +61,6 @@ class DecodeFirst(Scheduler):
     def _begin(self) -> None:
         self._num_partial = self.blocks.num_holding - len(self.running)
         self._num_ending = 0
-        self._short = False
 
     # --- decode ------------------------------------------------------------------------------------------------
 
@@ -81,7 +79,6 @@ class DecodeFirst(Scheduler):
                 continue
             granted = grant(seq, 1)
             while not granted:
-                self._short = True
                 if self.blocks.num_releasing + num_expected > num_promised:
                     num_promised += 1
                     passed_over.append(seq)
@@ -127,7 +124,7 @@ class DecodeFirst(Scheduler):
         blocks, waiting = self.blocks, self.waiting
         num_partial = self._num_partial  # half-done prefills not met yet
         # How many may be admitted. At 0, the queue is walked for the half-done ones only.
-        admissible = 0 if self._short else max(0, self.limits.max_num_seqs - blocks.num_holding + self._num_ending)
+        admissible = max(0, self.limits.max_num_seqs - blocks.num_holding + self._num_ending)
         num_unfinished = 0
         kept: list[Sequence] = []
         while waiting and budget and slots and (admissible or num_partial) and num_unfinished < self._max_unfinished:
@@ -193,7 +190,6 @@ class DecodeFirst(Scheduler):
         if schedule or self.blocks.num_releasing or any(seq.in_flight for seq in chain(self.running, self.waiting)):
             return
         while not schedule and self._drop_last_partial():
-            self._short = self._num_partial > 0  # who is half done goes on before anybody is admitted
             self._prefill(schedule, self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
 
 

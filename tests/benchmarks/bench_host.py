@@ -17,7 +17,7 @@ import torch
 from nanoserve import SamplingParams
 from nanoserve.config import PluginChoice
 from nanoserve.contracts.scheduling import Schedule, SchedulerLimits
-from nanoserve.engine.batch import BatchBuilder
+from nanoserve.engine.batch import BatchBuilder, RowState
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.engine import Engine
 from nanoserve.engine.runner import SampledTokens
@@ -40,8 +40,9 @@ class FakeRunner:
     """Builds the batch and the sampling plan as the real runner does, and answers token 7 for everybody."""
 
     def __init__(self, blocks: BlockManager, max_model_len: int) -> None:
-        self.builder = BatchBuilder(blocks, max_model_len, torch.device("cpu"))
-        self.sampler = Sampler(VOCAB, torch.device("cpu"))
+        device = torch.device("cpu")
+        self.builder = BatchBuilder(blocks, RowState(512, -(-max_model_len // BLOCK_SIZE), device), device)
+        self.sampler = Sampler(VOCAB, device)
 
     def launch(self, schedule: Schedule) -> FakeStep:
         for seq in self.builder.blocks.take_new_rows():

@@ -1,7 +1,10 @@
+from collections import deque
+
 import pytest
 
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.scheduling import SchedulerLimits, Status
+from nanoserve.engine.sequence import Sequence
 from nanoserve.testing import SchedulerSuite
 from nanoserve_plugins.scheduler.decode_first import DecodeFirstOptions
 
@@ -112,15 +115,27 @@ def test_who_was_not_picked_comes_first_in_the_next_round():
     harness.finish()
 
 
-def test_a_victim_in_flight_is_enough():
-    """Its two blocks come back at the next commit: both candidates sit one round out, no second victim is taken."""
+@pytest.mark.parametrize(("tail", "preempted"), [([8], ["3"]), ([4, 4], ["3", "4"])], ids=["two blocks", "one each"])
+def test_no_more_victims_in_flight_than_needed(tail, preempted):
+    """Two candidates need a block each. They sit one round out, until the victims' step has been committed."""
     harness = TestDecodeFirst.harness(num_blocks=5, block_size=4, overlap=True)
-    for i, n in enumerate((4, 4, 3, 8)):
+    for i, n in enumerate([4, 4, 3, *tail]):
         harness.add(str(i), [i] * n, 8)
     harness.step()
     assert names(harness.step().decode) == ["2"]
-    assert names(harness.scheduler.waiting) == ["3"] and harness.scheduler.num_preemptions == 1
+    assert names(harness.scheduler.waiting) == preempted
     assert names(harness.step().decode) == ["0", "1"]
+    harness.finish()
+
+
+def test_a_half_done_prefill_goes_on_behind_a_victim_in_flight():
+    harness = TestDecodeFirst.harness(num_blocks=3, block_size=4, max_num_batched_tokens=10, overlap=True)
+    for name, n in (("0", 4), ("victim", 4), ("partial", 8)):
+        harness.add(name, [ord(name[0])] * n, 1 if name == "partial" else 8)
+    assert [(seq.request_id, n) for seq, n in harness.step().prefill] == [("0", 4), ("victim", 4), ("partial", 2)]
+    schedule = harness.step()
+    assert names(harness.scheduler.waiting) == ["victim", "partial"] and not schedule.decode
+    assert [(seq.request_id, n) for seq, n in schedule.prefill] == [("partial", 2)]
     harness.finish()
 
 
@@ -172,7 +187,27 @@ def test_long_prompts_share_a_round_up_to_the_limit():
     for i in range(6):
         harness.add(str(i), [i] * 100, 2)
     assert [(seq.request_id, n) for seq, n in harness.step().prefill] == [("0", 16), ("1", 8), ("2", 4), ("3", 4)]
+    assert names(harness.scheduler.waiting) == ["0", "1", "2", "3", "4", "5"]
     harness.finish()
+
+
+def test_a_long_queue_is_not_walked():
+    """With every slot taken, a round looks at the head of the queue and no further."""
+
+    class Queue(deque):
+        looked_at = 0
+
+        def popleft(self):
+            self.looked_at += 1
+            return super().popleft()
+
+    harness = TestDecodeFirst.harness(num_blocks=8, max_num_seqs=2)
+    harness.scheduler.waiting = queue = Queue()
+    for i in range(1000):
+        harness.scheduler.add(Sequence(str(i), [i], None, max_num_tokens=9))
+    for _ in range(5):
+        assert len(harness.scheduler.schedule().decode) in (0, 2)
+    assert queue.looked_at == 2
 
 
 def test_a_long_prompt_keeps_the_budget_that_nobody_can_use():
@@ -184,10 +219,10 @@ def test_a_long_prompt_keeps_the_budget_that_nobody_can_use():
 
 def test_half_done_prefills_that_hold_every_block_do_not_wait_for_each_other():
     harness = TestDecodeFirst.harness(num_blocks=8, block_size=4, max_num_batched_tokens=16)
-    for i in range(2):
-        harness.add(str(i), [i] * 30, 1)
+    seqs = [harness.add(str(i), [i] * 30, 1) for i in range(2)]
+    harness.run()
+    assert [seq.num_preemptions for seq in seqs] == [0, 1]
     harness.finish()
-    assert harness.scheduler.num_preemptions > 0
 
 
 def test_the_option_is_checked():

@@ -1,0 +1,156 @@
+"""C50: decode on fixed buffers equals eager decode, and padding rows harm nobody. The replay itself needs a GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.contracts.attention import AttentionBackend, AttentionSpec
+from nanoserve.contracts.capabilities import Capabilities
+from nanoserve.engine.graphs import DecodeGraphs, buckets_up_to
+from nanoserve.hookspecs import hookimpl
+from nanoserve.registry import Registry
+from tests.helpers.oracle import is_greedy
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """None."""
+
+
+class DeviceLengths(AttentionBackend):
+    """Decode that looks at nothing but device tensors, as a captured kernel must."""
+
+    def decode(self, q, layer, meta, out):
+        size, kv = self.context.block_size, self.context.kv
+        t = torch.arange(meta.block_table.shape[1] * size)
+        slots = meta.block_table[:, t // size] * size + t % size
+        seen = t < meta.context_lens[:, None]
+        k, v = kv.gather(layer, slots.where(seen, meta.block_table[:, :1] * size))
+        grouped = q.view(len(q), k.shape[2], -1, q.shape[-1])
+        scores = torch.einsum("bhgd,bnhd->bhgn", grouped, k) * self.context.scale
+        weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
+        out.copy_(torch.einsum("bhgn,bnhd->bhgd", weights, v).reshape(out.shape))
+
+
+class Plugin:
+    @hookimpl
+    def nanoserve_attention(self, register):
+        can = Capabilities(phases=frozenset({"decode"}), cuda_graph=True)
+        register(AttentionSpec("device_lengths", "for tests", can, NoOptions, DeviceLengths))
+
+
+def make(folder, **options) -> LLM:
+    """An engine that decodes on fixed buffers, without capturing."""
+    registry = Registry.discover(extra=[Plugin()])
+    options = {"block_size": 16, "num_kv_blocks": 40, "debug": True, "max_num_seqs": 8} | options
+    llm = LLM(str(folder), attention="device_lengths", registry=registry, device="cpu", **options)
+    runner = llm.engine.runner
+    assert runner.graphs is None, "a CPU engine has no use for fixed buffers"
+    runner.graphs = DecodeGraphs(
+        runner.model,
+        runner.kv,
+        runner.sampler,
+        runner.rows,
+        runner._captured_backend,
+        runner.max_num_seqs,
+        runner.max_model_len,
+        capture=False,
+    )
+    return llm
+
+
+def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
+    return [[rng.randrange(512) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 60, 256, 300])
+def test_buckets_end_at_the_limit_and_never_exceed_it(max_num_seqs):
+    sizes = buckets_up_to(max_num_seqs)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs and sizes[0] == 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_batches_of_every_size_equal_eager(tiny_folder, overlap, kv):
+    folder, oracle = tiny_folder
+    rng = random.Random(1)
+    with make(folder, overlap=overlap, kv=kv) as llm, LLM(str(folder), device="cpu", kv=kv, num_kv_blocks=40) as eager:
+        for count in (3, 5, 7, 8, 3, 8, 1):
+            prompts = prompts_of(rng, count)
+            params = [replace(GREEDY, max_tokens=rng.randint(1, 12)) for _ in prompts]  # the batch shrinks as they end
+            ours, theirs = llm.generate(prompts, params), eager.generate(prompts, params)
+            assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
+            if kv == "bf16":
+                assert all(is_greedy(oracle, p, o.token_ids) for p, o in zip(prompts, ours, strict=True))
+        assert set(llm.engine.runner.graphs._buckets) == {1, 2, 4, 8}
+
+
+def test_more_sequences_than_any_captured_size_run_eagerly(tiny_folder):
+    folder, oracle = tiny_folder
+    prompts = prompts_of(random.Random(2), 6)
+    with make(folder, max_num_seqs=6) as llm:
+        llm.engine.runner.max_num_seqs = 4
+        outputs = llm.generate(prompts, GREEDY)
+    assert all(is_greedy(oracle, p, o.token_ids) for p, o in zip(prompts, outputs, strict=True))
+
+
+def test_a_prompt_that_fills_the_context(tiny_folder):
+    folder, oracle = tiny_folder
+    prompt = [random.Random(3).randrange(512) for _ in range(254)]
+    with make(folder) as llm:
+        output = llm.generate([prompt], GREEDY)[0]
+    assert len(output.token_ids) == 2 and is_greedy(oracle, prompt, output.token_ids)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_padding_writes_to_no_block(tiny_folder, kv):
+    """Three sequences in a bucket of four, one owning block 0 and one the last slot of the last block."""
+    folder, _ = tiny_folder
+    with make(folder, kv=kv, num_kv_blocks=6, enable_prefix_caching=False) as llm:
+        tensors = [t for x in llm.engine.runner.kv.layers for t in (x.k, x.v, x.k_scale, x.v_scale) if t is not None]
+        engine = llm.engine
+        for i, length in enumerate((20, 28, 30)):
+            engine.add_request(str(i), list(range(length)), replace(GREEDY, max_tokens=3))
+        engine.step()  # the prompts
+        owned = {b for seq in engine.scheduler.running for b in seq.block_table}
+        assert owned == set(range(6))
+        written = {
+            (seq.block_table[p // 16], p % 16) for seq in engine.scheduler.running for p in range(seq.num_tokens)
+        }
+        before = [t.clone() for t in tensors]
+        while engine.has_work:
+            engine.step()
+        for old, new in zip(before, tensors, strict=True):
+            for block in range(7):  # the scratch block included
+                for offset in range(16):
+                    if (block, offset) not in written and (block, offset - 1) not in written:
+                        assert torch.equal(old[block, :, offset], new[block, :, offset]), (block, offset)
+
+
+def test_sampling_beyond_temperature_leaves_the_captured_sampler(tiny_folder):
+    folder, _ = tiny_folder
+    prompts = prompts_of(random.Random(4), 3)
+    base = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
+    params = [base, replace(base, top_k=5, logprobs=2), replace(base, presence_penalty=1.0, logit_bias={3: 4.0})]
+    with make(folder) as llm, LLM(str(folder), device="cpu", num_kv_blocks=40) as eager:
+        for chosen in (params, [base] * 3):
+            ours, theirs = llm.generate(prompts, chosen), eager.generate(prompts, chosen)
+            assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
+
+
+def test_the_block_table_may_move(tiny_folder):
+    folder, oracle = tiny_folder
+    prompts = prompts_of(random.Random(6), 5)
+    with make(folder) as llm:
+        rows = llm.engine.runner.rows
+        first = llm.generate(prompts[:2], GREEDY)
+        rows.reserve(rows.scratch + 1)
+        second = llm.generate(prompts[2:], GREEDY)
+    assert all(is_greedy(oracle, p, o.token_ids) for p, o in zip(prompts, first + second, strict=True))
