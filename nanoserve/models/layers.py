@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from nanoserve.models.parallel import Split
+from nanoserve.ops.linear import linear, linear_add_, norm_linear, norm_swiglu
 
 #: Rows of x that a packed weight is laid out for: decode steps of a small batch, which is what a CPU serves.
 PACKED_FOR_ROWS = 16
@@ -40,15 +40,6 @@ class WeightShard:
         self.target.copy_(source[self.region])
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x Wᵀ + b``: x ``[tokens, in]``, weight ``[out, in]``, bias ``[out]`` → ``[tokens, out]``, all of one dtype."""
-    if x.dtype == torch.float32 and not x.is_cuda and torch.backends.mkldnn.is_available():
-        # F.linear in fp32 calls MKL; on AMD's CPUs oneDNN takes half the time from four rows on (measured, torch 2.13).
-        # This operator, which torch.compile emits, is the only way to it.
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
-
-
 def packed(weight: torch.Tensor) -> torch.Tensor:
     """``weight`` ``[out, in]`` in the layout that :func:`linear` reads fastest; on the CPU in fp32 an opaque copy.
 
@@ -67,10 +58,11 @@ def whole(parameter: torch.Tensor) -> WeightShard:
 class Linear:
     """``y = x Wᵀ + b``; x ``[tokens, in]``, y ``[tokens, out]``, W ``[out, in]``.
 
-    Several checkpoint matrices may be stacked along ``out`` and computed as one product (qkv, gate and up).
+    Several checkpoint matrices may be stacked along ``out`` and computed as one product (qkv, gate and up). Methods
+    other than the call take along what comes before or after the product, where a kernel can.
     """
 
-    __slots__ = ("weight", "bias", "out_dtype", "_shards")
+    __slots__ = ("weight", "bias", "_shards")
 
     def __init__(
         self,
@@ -80,12 +72,10 @@ class Linear:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
-        out_dtype: torch.dtype,
     ) -> None:
         rows = sum(part.size for part in outputs.values())
         self.weight = torch.empty(rows, inputs.size, dtype=dtype, device=device)
         self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
-        self.out_dtype = out_dtype
         self._shards: dict[str, WeightShard] = {}
         start = 0
         for name, part in outputs.items():
@@ -106,13 +96,19 @@ class Linear:
         self._shards = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.out_dtype == x.dtype:
-            return linear(x, self.weight, self.bias)
-        if x.is_cuda:
-            y = torch.mm(x, self.weight.t(), out_dtype=self.out_dtype)
-        else:
-            y = linear(x.to(self.out_dtype), self.weight.to(self.out_dtype))
-        return y if self.bias is None else y + self.bias
+        return linear(x, self.weight, self.bias)
+
+    def of_norm(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """The product with ``rms_norm(x)``, in the dtype of the weights."""
+        return norm_linear(x, norm_weight, eps, self.weight, self.bias)
+
+    def swiglu_of_norm(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``silu(gate) * up`` of the product with ``rms_norm(x)``. Gates are the first half of ``out``; no bias."""
+        return norm_swiglu(x, norm_weight, eps, self.weight)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the product with x to ``residual`` ``[tokens, out]`` in place, computed in the dtype of ``residual``."""
+        return linear_add_(residual, x, self.weight, self.bias)
 
 
 def make_linear(
@@ -122,12 +118,10 @@ def make_linear(
     bias: bool = False,
     dtype: torch.dtype,
     device: torch.device,
-    out_dtype: torch.dtype | None = None,
 ) -> Linear:
     """Every linear layer of a model is made here, so that a weight format can replace them in one place.
 
     outputs: checkpoint name of each stacked matrix → the rows this rank keeps (split: column parallel).
     inputs: the input columns it keeps (split: row parallel; the product is then a partial sum, and so is the bias).
-    out_dtype: of the result, when it must be wider than ``dtype``.
     """
-    return Linear(outputs, inputs, bias=bias, dtype=dtype, device=device, out_dtype=out_dtype or dtype)
+    return Linear(outputs, inputs, bias=bias, dtype=dtype, device=device)

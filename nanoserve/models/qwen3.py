@@ -15,8 +15,7 @@ from nanoserve.models.config import ModelConfig
 from nanoserve.models.layers import WeightShard, linear, make_linear, packed, whole
 from nanoserve.models.parallel import ParallelContext
 from nanoserve.models.rope import build_cos_sin
-from nanoserve.ops.activation import silu_and_mul
-from nanoserve.ops.norm import add_rms_norm, rms_norm
+from nanoserve.ops.norm import rms_norm
 
 
 class Step(Protocol):
@@ -48,12 +47,11 @@ class DecoderLayer:
         q = parallel.split(config.num_attention_heads, "num_attention_heads").times(config.head_dim)
         kv = parallel.split(config.num_key_value_heads, "num_key_value_heads", replicate=True).times(config.head_dim)
         inner = parallel.split(config.intermediate_size, "intermediate_size")
-        residual_dtype = residual_dtype_of(dtype)
         bias = config.attention_bias
         self.qkv = make_linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias, dtype=dtype, device=device)
-        self.o = make_linear({"o_proj": hidden}, q, bias=bias, dtype=dtype, device=device, out_dtype=residual_dtype)
+        self.o = make_linear({"o_proj": hidden}, q, bias=bias, dtype=dtype, device=device)
         self.gate_up = make_linear({"gate_proj": inner, "up_proj": inner}, hidden, dtype=dtype, device=device)
-        self.down = make_linear({"down_proj": hidden}, inner, dtype=dtype, device=device, out_dtype=residual_dtype)
+        self.down = make_linear({"down_proj": hidden}, inner, dtype=dtype, device=device)
         self.input_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         self.post_attention_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         self.q_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
@@ -126,18 +124,17 @@ class Qwen3ForCausalLM:
         """
         eps, cos_sin = self.config.rms_norm_eps, self.cos_sin
         residual = F.embedding(input_ids, self.embed_tokens).to(residual_dtype_of(self.dtype))
-        x = rms_norm(residual, self.layers[0].input_norm, eps)
-        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
-        for layer, next_norm in zip(self.layers, next_norms, strict=True):
-            x = step.attend(layer.index, layer.qkv(x), layer.q_norm, layer.k_norm, eps, cos_sin)
-            x, residual = add_rms_norm(layer.o(x), residual, layer.post_attention_norm, eps)
-            x = layer.down(silu_and_mul(layer.gate_up(x)))
-            x, residual = add_rms_norm(x, residual, next_norm, eps)
-        return x
+        for layer in self.layers:
+            qkv = layer.qkv.of_norm(residual, layer.input_norm, eps)
+            x = step.attend(layer.index, qkv, layer.q_norm, layer.k_norm, eps, cos_sin)
+            layer.o.add_to(residual, x)
+            x = layer.gate_up.swiglu_of_norm(residual, layer.post_attention_norm, eps)
+            layer.down.add_to(residual, x)
+        return rms_norm(residual, self.norm, eps)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: ``[N, hidden_size]`` → ``[N, vocab_size]`` fp32 (the product is computed in the model's dtype)."""
-        return linear(hidden, self.lm_head).float()
+    def compute_logits(self, hidden: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """hidden: ``[N, hidden_size]`` → ``[N, vocab_size]`` in ``dtype``, computed in the model's dtype on the CPU."""
+        return linear(hidden, self.lm_head, out_dtype=dtype if hidden.is_cuda else None).to(dtype)
 
 
 def residual_dtype_of(dtype: torch.dtype) -> torch.dtype:

@@ -181,12 +181,21 @@ class Tile:
     max_registers: int = 0
 
 
+def tile_for(num_tokens: int, n: int, k: int) -> Tile | None:
+    """The tile for a product of ``num_tokens`` with W ``[n, k]``; None where cuBLAS is faster or the shape does not fit."""
+    if k % 8 or n % 8 or n * k >= 2**31:
+        return None
+    return Tile(16, 8, 64)
+
+
 @functools.cache
 def fragment_layout(warps: int, rows: int, block_k: int) -> gl.DistributedLinearLayout:
     """Of ``[warps, rows, block_k]`` 16-bit elements: 8 neighbours a load, the four lanes of a row side by side."""
 
     def bases(axis: int, start: int, stop: int) -> list[list[int]]:
-        return [[2**i if a == axis else 0 for a in range(3)] for i in range(start.bit_length() - 1, (stop - 1).bit_length())]
+        return [
+            [2**i if a == axis else 0 for a in range(3)] for i in range(start.bit_length() - 1, (stop - 1).bit_length())
+        ]
 
     registers = bases(2, 1, 8) + bases(1, 8, rows) + bases(2, 32, block_k)
     lanes = bases(2, 8, 32) + bases(1, 1, 8)

@@ -55,6 +55,7 @@ class HopperFlashConfig:
 
 
 # -- the work of a persistent program ---------------------------------------------------------------------------------
+# A ring is (tiles, barriers that say "full", barriers that say "free"). One work item is a record and a tile of heads.
 
 
 @gluon.jit
@@ -70,92 +71,197 @@ def _work(round_):
     return round_ * programs + gl.where(round_ % 2 == 0, program, programs - 1 - program)
 
 
-# -- producer ---------------------------------------------------------------------------------------------------------
-
-
 @gluon.jit
-def _tile_rows(
-    table, source, start, kv_head, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, KV_HEADS: gl.constexpr
-):
-    """First row, in the K/V descriptor, of each of the tile's boxes of BOX keys."""
-    if PAGE == 0:
-        rows = (source + start,)
-    else:
-        rows = ()
-        for i in gl.static_range(BLOCK_N // BOX):
-            key = start + i * BOX
-            page = gl.load(table + source + key // PAGE)
-            rows = rows + ((page * KV_HEADS + kv_head) * PAGE + key % PAGE,)
-    return rows
+def _query_rows(records, work, HEAD_TILES: gl.constexpr):
+    """(first row, number of rows, position of the first) of a work item's queries."""
+    record = records + work // HEAD_TILES * 4
+    return gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
 
 
-@gluon.jit
-def _load_tile(tiles, rows, column, barrier, buffer, BOX: gl.constexpr):
-    BLOCK_N: gl.constexpr = buffer.shape[0]
-    HEAD_DIM: gl.constexpr = buffer.shape[1]
-    mbarrier.expect(barrier, BLOCK_N * HEAD_DIM * 2)
-    if BOX == BLOCK_N:
-        tma_load(tiles, [rows[0], column], barrier, buffer)
-    else:
-        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-        panels = reinterpret(buffer, buffer.dtype, [HEAD_DIM // PANEL * BLOCK_N, PANEL], layout)
-        for i in gl.static_range(BLOCK_N // BOX):
-            for j in gl.static_range(HEAD_DIM // PANEL):
-                box = panels.slice(j * BLOCK_N + i * BOX, BOX)
-                tma_load(tiles, [rows[i], j * PANEL], barrier, box)
+# -- producers: one warp moves Q and K, another V ---------------------------------------------------------------------
 
 
 @gluon.jit
 def _produce(
+    LOADS_Q: gl.constexpr,
     q_tiles,
-    k_tiles,
-    v_tiles,
+    kv_tiles,
     records,
     num_work,
     table,
     q_ring,
-    k_ring,
-    v_ring,
+    kv_ring,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr,
     PAGE: gl.constexpr,
+    HEAD_ROWS: gl.constexpr,
     BOX: gl.constexpr,
 ):
     q_buffers, q_ready, q_empty = q_ring
-    k_buffers, k_ready, k_empty = k_ring
-    v_buffers, v_ready, v_empty = v_ring
-    STAGES: gl.constexpr = k_buffers.shape[0]
-    BLOCK_N: gl.constexpr = k_buffers.shape[1]
-    HEAD_DIM: gl.constexpr = k_buffers.shape[2]
+    buffers, ready, empty = kv_ring
+    STAGES: gl.constexpr = buffers.shape[0]
+    BLOCK_N: gl.constexpr = buffers.shape[1]
+    HEAD_DIM: gl.constexpr = buffers.shape[2]
     Q_STAGES: gl.constexpr = q_buffers.shape[0] // 2
     HEAD_TILES: gl.constexpr = KV_HEADS * GROUP // HEADS
     count = 0
     for round_ in range(_num_rounds(num_work)):
         work = _work(round_)
-        record = records + work // HEAD_TILES * 4
+        source = gl.load(records + work // HEAD_TILES * 4)
+        row, num_rows, position = _query_rows(records, work, HEAD_TILES)
         head = work % HEAD_TILES * HEADS
-        source, row, num_rows, position = gl.load(record), gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
+        if LOADS_Q:
+            stage = round_ % Q_STAGES
+            mbarrier.wait(q_empty.index(stage), (round_ // Q_STAGES & 1) ^ 1)
+            mbarrier.expect(q_ready.index(stage), 2 * ROWS * HEAD_DIM * 2)
+            for w in gl.static_range(2):
+                at = [row, (head + w) * HEAD_DIM] if HEADS == 2 else [row + w * ROWS, head * HEAD_DIM]
+                tma_load(q_tiles, at, q_ready.index(stage), q_buffers.index(stage * 2 + w))
         kv_head = head // GROUP
-        stage = round_ % Q_STAGES
-        mbarrier.wait(q_empty.index(stage), (round_ // Q_STAGES & 1) ^ 1)
-        mbarrier.expect(q_ready.index(stage), 2 * ROWS * HEAD_DIM * 2)
-        for w in gl.static_range(2):
-            at = [row, (head + w) * HEAD_DIM] if HEADS == 2 else [row + w * ROWS, head * HEAD_DIM]
-            tma_load(q_tiles, at, q_ready.index(stage), q_buffers.index(stage * 2 + w))
-        column = kv_head * HEAD_DIM if PAGE == 0 else 0
         for tile in range(gl.cdiv(position + num_rows, BLOCK_N)):
-            rows = _tile_rows(table, source, tile * BLOCK_N, kv_head, BLOCK_N, PAGE, BOX, KV_HEADS)
             stage = count % STAGES
-            lap = (count // STAGES & 1) ^ 1
-            mbarrier.wait(k_empty.index(stage), lap)
-            _load_tile(k_tiles, rows, column, k_ready.index(stage), k_buffers.index(stage), BOX)
-            mbarrier.wait(v_empty.index(stage), lap)
-            _load_tile(v_tiles, rows, column, v_ready.index(stage), v_buffers.index(stage), BOX)
+            free = (count // STAGES & 1) ^ 1
+            if PAGE == 0:
+                at_row = source + tile * BLOCK_N + kv_head * HEAD_ROWS
+                column = kv_head * HEAD_DIM if HEAD_ROWS == 0 else 0
+                mbarrier.wait(empty.index(stage), free)
+                mbarrier.expect(ready.index(stage), BLOCK_N * HEAD_DIM * 2)
+                tma_load(kv_tiles, [at_row, column], ready.index(stage), buffers.index(stage))
+            else:
+                # Page ids are asked for before the wait and have arrived after it.
+                rows = ()
+                for i in gl.static_range(BLOCK_N // BOX):
+                    key = tile * BLOCK_N + i * BOX
+                    page = gl.load(table + source + key // PAGE)
+                    rows = rows + ((page * KV_HEADS + kv_head) * PAGE + key % PAGE,)
+                mbarrier.wait(empty.index(stage), free)
+                mbarrier.expect(ready.index(stage), BLOCK_N * HEAD_DIM * 2)
+                _load_pages(kv_tiles, rows, ready.index(stage), buffers.index(stage), BOX)
             count += 1
 
 
+@gluon.jit
+def _load_pages(tiles, rows, barrier, buffer, BOX: gl.constexpr):
+    """A tile of boxes of BOX keys. The tile's layout is a sequence of 64-column panels, each of 128-byte rows."""
+    BLOCK_N: gl.constexpr = buffer.shape[0]
+    HEAD_DIM: gl.constexpr = buffer.shape[1]
+    if BOX == BLOCK_N:
+        tma_load(tiles, [rows[0], 0], barrier, buffer)
+    else:
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        panels = reinterpret(buffer, buffer.dtype, [HEAD_DIM // PANEL * BLOCK_N, PANEL], layout)
+        for i in gl.static_range(BLOCK_N // BOX):
+            for j in gl.static_range(HEAD_DIM // PANEL):
+                tma_load(tiles, [rows[i], j * PANEL], barrier, panels.slice(j * BLOCK_N + i * BOX, BOX))
+
+
 # -- consumers --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _consume(
+    W: gl.constexpr,
+    out,
+    records,
+    num_work,
+    q_ring,
+    k_ring,
+    v_ring,
+    turn,
+    scale,
+    HEADS: gl.constexpr,
+    NUM_HEADS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """Warpgroup W's half of every work item of this program."""
+    q_buffers, q_ready, q_empty = q_ring
+    k_buffers, k_ready, k_empty = k_ring
+    v_buffers, v_ready, v_empty = v_ring
+    dtype: gl.constexpr = q_buffers.dtype
+    STAGES: gl.constexpr = k_buffers.shape[0]
+    BLOCK_N: gl.constexpr = k_buffers.shape[1]
+    HEAD_DIM: gl.constexpr = k_buffers.shape[2]
+    Q_STAGES: gl.constexpr = q_buffers.shape[0] // 2
+    HEAD_TILES: gl.constexpr = NUM_HEADS // HEADS
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    row_id = gl.arange(0, ROWS, gl.SliceLayout(1, score_layout))
+    out_row = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
+    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
+    count = 0
+    next_row, next_num_rows, next_position = _query_rows(records, _work(0), HEAD_TILES)
+    for round_ in range(_num_rounds(num_work)):
+        row, num_rows, position = next_row, next_num_rows, next_position
+        next_work = gl.minimum(_work(round_ + 1), num_work - 1)
+        next_row, next_num_rows, next_position = _query_rows(records, next_work, HEAD_TILES)
+        num_keys = position + num_rows
+        num_tiles = gl.cdiv(num_keys, BLOCK_N)
+        head = _work(round_) % HEAD_TILES * HEADS
+        if HEADS == 2:
+            head += W
+        else:
+            row += ROWS * W
+            num_rows -= ROWS * W
+            position += ROWS * W
+        visible = position + row_id
+        unmasked = gl.minimum((position + 1) // BLOCK_N, num_tiles)
+
+        q_stage = round_ % Q_STAGES
+        q = q_buffers.index(q_stage * 2 + W)
+        mbarrier.wait(q_ready.index(q_stage), round_ // Q_STAGES & 1)
+        # The first tile holds key 0, which every row sees: from then on the maximum is finite.
+        stage = count % STAGES
+        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+        if PING_PONG:
+            mbarrier.wait(turn.index(W), (count & 1) ^ (1 - W))
+        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
+        score = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if PING_PONG:
+            mbarrier.arrive(turn.index(1 - W), count=1)
+        score = warpgroup_mma_wait(0, [score])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, score_layout))
+        score = gl.where(key[None, :] <= visible[:, None], score, float("-inf"))
+        maximum = gl.max(score, 1)
+        weight = gl.exp2(score * scale - (maximum * scale)[:, None])
+        p = gl.convert_layout(weight.to(dtype), p_layout)
+        state = (p, gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout), maximum, gl.sum(weight, 1))
+
+        for tile in range(1, unmasked):
+            limit = visible
+            state = _step(q, k_ring, v_ring, turn, W, count, state, scale, limit, False, BLOCK_N, PING_PONG)
+            count += 1
+        # The last tile is often at most half visible; then half of it is all that is computed.
+        first_masked = gl.maximum(unmasked, 1)
+        half = gl.where((num_tiles > first_masked) & (num_tiles * BLOCK_N - num_keys >= BLOCK_N // 2), 1, 0)
+        for tile in range(first_masked, num_tiles - half):
+            limit = visible - tile * BLOCK_N
+            state = _step(q, k_ring, v_ring, turn, W, count, state, scale, limit, True, BLOCK_N, PING_PONG)
+            count += 1
+        if half > 0:
+            limit = visible - (num_tiles - 1) * BLOCK_N
+            short = _step(q, k_ring, v_ring, turn, W, count, state, scale, limit, True, BLOCK_N // 2, PING_PONG)
+            count += 1
+            acc = _last_product(short[0], short[1], v_ring, count, BLOCK_N // 2)
+            total = short[3]
+        else:
+            acc = _last_product(state[0], state[1], v_ring, count, BLOCK_N)
+            total = state[3]
+        mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+        count += 1
+
+        # Through the tile's own Q buffer, which nothing reads any more, to rows of 16-byte stores.
+        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
+        q.store((acc * share[:, None]).to(dtype))
+        result = q.load(out_layout)
+        fence_async_shared()
+        mbarrier.arrive(q_empty.index(q_stage), count=1)
+        first = out + (row.to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
+        target = first + out_row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
+        gl.store(target, result, mask=(out_row < num_rows)[:, None])
 
 
 @gluon.jit
@@ -166,25 +272,22 @@ def _step(
     turn,
     W: gl.constexpr,
     count,
-    tile,
-    p,
-    acc,
-    maximum,
-    total,
+    state,
     scale,
-    visible,
+    limit,
     MASKED: gl.constexpr,
     KEYS: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
-    """Scores of the next tile and the product p·V of the last, both in flight; then the softmax of the scores.
+    """Scores of the next tile and the last tile's p·V, both in flight; then the softmax of the scores.
 
-    KEYS: keys of the tile that any row sees, all or half of it. ``count`` tiles came before p's.
+    state: (p, acc, maximum, total) of the tiles so far, of which p is not yet in acc. count: tiles before p's. limit:
+    last key of the next tile that a row sees, if MASKED. KEYS: keys of it that any row sees, all or half of it.
     """
+    p, acc, maximum, total = state
     k_buffers, k_ready, k_empty = k_ring
     v_buffers, v_ready, v_empty = v_ring
     STAGES: gl.constexpr = k_buffers.shape[0]
-    BLOCK_N: gl.constexpr = k_buffers.shape[1]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     score_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
     last, next_ = count % STAGES, (count + 1) % STAGES
@@ -202,8 +305,7 @@ def _step(
     mbarrier.arrive(k_empty.index(next_), count=1)
     if MASKED:
         key = gl.arange(0, KEYS, gl.SliceLayout(0, score_layout))
-        limit = gl.convert_layout(visible - tile * BLOCK_N, score_rows)
-        score = gl.where(key[None, :] <= limit[:, None], score, float("-inf"))
+        score = gl.where(key[None, :] <= gl.convert_layout(limit, score_rows)[:, None], score, float("-inf"))
     rows: gl.constexpr = maximum.type.layout
     new_maximum = gl.maximum(maximum, gl.convert_layout(gl.max(score, 1), rows))
     decay = gl.exp2((maximum - new_maximum) * scale)
@@ -212,8 +314,7 @@ def _step(
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(v_empty.index(last), count=1)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    p = gl.convert_layout(weight.to(p.dtype), p.type.layout)
-    return p, acc, new_maximum, total
+    return gl.convert_layout(weight.to(p.dtype), p.type.layout), acc, new_maximum, total
 
 
 @gluon.jit
@@ -226,272 +327,63 @@ def _last_product(p, acc, v_ring, count, KEYS: gl.constexpr):
     return warpgroup_mma_wait(0, [acc])
 
 
-@gluon.jit
-def _consume(
-    W: gl.constexpr,
-    out,
-    records,
-    num_work,
-    q_ring,
-    k_ring,
-    v_ring,
-    turn,
-    scale,
-    HEADS: gl.constexpr,
-    NUM_HEADS: gl.constexpr,
-    Q_REGISTERS: gl.constexpr,
-    PING_PONG: gl.constexpr,
-):
-    q_buffers, q_ready, q_empty = q_ring
-    k_buffers, k_ready, k_empty = k_ring
-    v_buffers, v_ready, v_empty = v_ring
-    dtype: gl.constexpr = q_buffers.dtype
-    STAGES: gl.constexpr = k_buffers.shape[0]
-    BLOCK_N: gl.constexpr = k_buffers.shape[1]
-    HEAD_DIM: gl.constexpr = k_buffers.shape[2]
-    Q_STAGES: gl.constexpr = q_buffers.shape[0] // 2
-    HEAD_TILES: gl.constexpr = NUM_HEADS // HEADS
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    row_id = gl.arange(0, ROWS, gl.SliceLayout(1, score_layout))
-    count = 0
-    for round_ in range(_num_rounds(num_work)):
-        work = _work(round_)
-        record = records + work // HEAD_TILES * 4
-        head = work % HEAD_TILES * HEADS
-        row, num_rows, position = gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
-        num_keys = position + num_rows
-        num_tiles = gl.cdiv(num_keys, BLOCK_N)
-        if HEADS == 2:
-            head += W
-        else:
-            row += ROWS * W
-            num_rows -= ROWS * W
-            position += ROWS * W
-        visible = position + row_id
-        unmasked = gl.minimum((position + 1) // BLOCK_N, num_tiles)
-
-        q_stage = round_ % Q_STAGES
-        q_buffer = q_buffers.index(q_stage * 2 + W)
-        mbarrier.wait(q_ready.index(q_stage), round_ // Q_STAGES & 1)
-        q = q_buffer.load(gl.DotOperandLayout(0, score_layout, 2)) if Q_REGISTERS else q_buffer
-        # The first tile holds key 0, which every row sees: from then on the maximum is finite.
-        stage = count % STAGES
-        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
-        if PING_PONG:
-            mbarrier.wait(turn.index(W), (count & 1) ^ (1 - W))
-        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
-        score = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        if PING_PONG:
-            mbarrier.arrive(turn.index(1 - W), count=1)
-        score = warpgroup_mma_wait(0, [score])
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, score_layout))
-        score = gl.where(key[None, :] <= visible[:, None], score, float("-inf"))
-        maximum = gl.max(score, 1)
-        weight = gl.exp2(score * scale - (maximum * scale)[:, None])
-        total = gl.sum(weight, 1)
-        p = gl.convert_layout(weight.to(dtype), p_layout)
-        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
-
-        for tile in range(1, unmasked):
-            p, acc, maximum, total = _step(
-                q,
-                k_ring,
-                v_ring,
-                turn,
-                W,
-                count,
-                tile,
-                p,
-                acc,
-                maximum,
-                total,
-                scale,
-                visible,
-                False,
-                BLOCK_N,
-                PING_PONG,
-            )
-            count += 1
-        # The last tile is often at most half visible; then half of it is all that is computed.
-        first_masked = gl.maximum(unmasked, 1)
-        half = gl.where((num_tiles > first_masked) & (num_tiles * BLOCK_N - num_keys >= BLOCK_N // 2), 1, 0)
-        if BLOCK_N <= ROWS:
-            half = 0
-        for tile in range(first_masked, num_tiles - half):
-            p, acc, maximum, total = _step(
-                q,
-                k_ring,
-                v_ring,
-                turn,
-                W,
-                count,
-                tile,
-                p,
-                acc,
-                maximum,
-                total,
-                scale,
-                visible,
-                True,
-                BLOCK_N,
-                PING_PONG,
-            )
-            count += 1
-        if BLOCK_N > ROWS:
-            if half > 0:
-                short_p, acc, maximum, total = _step(
-                    q,
-                    k_ring,
-                    v_ring,
-                    turn,
-                    W,
-                    count,
-                    num_tiles - 1,
-                    p,
-                    acc,
-                    maximum,
-                    total,
-                    scale,
-                    visible,
-                    True,
-                    BLOCK_N // 2,
-                    PING_PONG,
-                )
-                count += 1
-                acc = _last_product(short_p, acc, v_ring, count, BLOCK_N // 2)
-            else:
-                acc = _last_product(p, acc, v_ring, count, BLOCK_N)
-        else:
-            acc = _last_product(p, acc, v_ring, count, BLOCK_N)
-        mbarrier.arrive(v_empty.index(count % STAGES), count=1)
-        count += 1
-
-        # Through the tile's own Q buffer, which nothing reads any more, to rows of 16-byte stores.
-        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
-        q_buffer.store((acc * share[:, None]).to(dtype))
-        result = q_buffer.load(out_layout)
-        fence_async_shared()
-        mbarrier.arrive(q_empty.index(q_stage), count=1)
-        out_row = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
-        dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
-        first = out + (row.to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
-        target = first + out_row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
-        gl.store(target, result, mask=(out_row < num_rows)[:, None])
+# -- kernel -----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _ring(
-    dtype: gl.constexpr,
-    stages: gl.constexpr,
-    buffers: gl.constexpr,
-    rows: gl.constexpr,
-    dim: gl.constexpr,
-    consumers: gl.constexpr,
-):
-    """(tiles ``[stages · buffers, rows, dim]``, barriers: full, barriers: free again)."""
-    tiles = gl.allocate_shared_memory(dtype, [stages * buffers, rows, dim], gl.NVMMASharedLayout(128, 16, rank=2))
-    ready = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(stages):
+def _ring(dtype: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, SIZE: gl.constexpr, DIM: gl.constexpr):
+    """STAGES × BUFFERS tiles ``[SIZE, DIM]``; both consumers must free a stage."""
+    tiles = gl.allocate_shared_memory(dtype, [STAGES * BUFFERS, SIZE, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=consumers)
+        mbarrier.init(empty.index(i), count=2)
     return tiles, ready, empty
 
 
 @gluon.jit(do_not_specialize=["num_work"])
 def flash_kernel(
     q_tiles,  # descriptor of [ROWS, HEAD_DIM] boxes over [tokens, heads · HEAD_DIM]
-    k_tiles,  # of [BOX, …] boxes over the rows of the cache, or (PAGE 0) over [tokens, kv_heads · HEAD_DIM]
+    k_tiles,  # of [BOX, …] boxes over the rows of the cache, or, PAGE 0, of dense keys
     v_tiles,
     out,
     records,
-    num_work,  # tiles × HEAD_TILES
+    num_work,
     block_table,
     scale,  # softmax scale × log2 e
-    HEADS: gl.constexpr,  # query heads of a tile: 2, or 1 with twice the tokens
+    HEADS: gl.constexpr,  # query heads of a work item: 2, or 1 with twice the tokens
     GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    PAGE: gl.constexpr,
+    PAGE: gl.constexpr,  # tokens per cache block, 0 when K and V are dense:
+    HEAD_ROWS: gl.constexpr,  # rows between heads of head-major K and V, 0 when heads lie side by side
     BOX: gl.constexpr,  # keys that one TMA box brings
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-    Q_REGISTERS: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
     NUM_HEADS: gl.constexpr = KV_HEADS * GROUP
-    q_ring = _ring(q_tiles.dtype, Q_STAGES, 2, ROWS, HEAD_DIM, 2)
-    k_ring = _ring(q_tiles.dtype, STAGES, 1, BLOCK_N, HEAD_DIM, 2)
-    v_ring = _ring(q_tiles.dtype, STAGES, 1, BLOCK_N, HEAD_DIM, 2)
+    q_ring = _ring(q_tiles.dtype, 2, 2, ROWS, HEAD_DIM)
+    k_ring = _ring(q_tiles.dtype, STAGES, 1, BLOCK_N, HEAD_DIM)
+    v_ring = _ring(q_tiles.dtype, STAGES, 1, BLOCK_N, HEAD_DIM)
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(turn.index(0), count=1)
     mbarrier.init(turn.index(1), count=1)
+    # fmt: off
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    0,
-                    out,
-                    records,
-                    num_work,
-                    q_ring,
-                    k_ring,
-                    v_ring,
-                    turn,
-                    scale,
-                    HEADS,
-                    NUM_HEADS,
-                    Q_REGISTERS,
-                    PING_PONG,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    1,
-                    out,
-                    records,
-                    num_work,
-                    q_ring,
-                    k_ring,
-                    v_ring,
-                    turn,
-                    scale,
-                    HEADS,
-                    NUM_HEADS,
-                    Q_REGISTERS,
-                    PING_PONG,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    q_tiles,
-                    k_tiles,
-                    v_tiles,
-                    records,
-                    num_work,
-                    block_table,
-                    q_ring,
-                    k_ring,
-                    v_ring,
-                    HEADS,
-                    GROUP,
-                    KV_HEADS,
-                    PAGE,
-                    BOX,
-                ),
-            ),
+            (_consume, (0, out, records, num_work, q_ring, k_ring, v_ring, turn, scale, HEADS, NUM_HEADS, PING_PONG)),
+            (_consume, (1, out, records, num_work, q_ring, k_ring, v_ring, turn, scale, HEADS, NUM_HEADS, PING_PONG)),
+            (_produce, (True, q_tiles, k_tiles, records, num_work, block_table, q_ring, k_ring,
+                        HEADS, GROUP, KV_HEADS, PAGE, HEAD_ROWS, BOX)),
+            (_produce, (False, q_tiles, v_tiles, records, num_work, block_table, q_ring, v_ring,
+                        HEADS, GROUP, KV_HEADS, PAGE, HEAD_ROWS, BOX)),
         ],
-        [4, 1],
-        [232, 40],
+        [4, 1, 1],
+        [232, 40, 40],
     )
+    # fmt: on
 
 
 # -- pages of another dtype -----------------------------------------------------------------------------------------

@@ -135,10 +135,10 @@ class DecodeFirst(Scheduler):
             known, granted = seq.num_tokens, 0
             if seq.block_table:
                 num_partial -= 1
-                granted = blocks.grant(seq, self._chunk(seq, budget, num_unfinished, admissible, num_partial))
+                granted = blocks.grant(seq, self._chunk(seq, budget, num_unfinished, num_partial + admissible))
             elif admissible and self._fits(seq):
                 admissible -= 1
-                granted = blocks.grant(seq, self._chunk(seq, budget, num_unfinished, admissible, num_partial))
+                granted = blocks.grant(seq, self._chunk(seq, budget, num_unfinished, num_partial + admissible))
             if not granted:
                 admissible = 0
                 kept.append(seq)
@@ -165,22 +165,19 @@ class DecodeFirst(Scheduler):
     def _fits_whole(self, seq: Sequence) -> bool:
         return -(-seq.num_tokens // self.blocks.block_size) <= self.blocks.num_free
 
-    def _chunk(self, seq: Sequence, budget: int, num_unfinished: int, admissible: int, num_partial: int) -> int:
-        """Tokens that ``seq``, just taken from the queue, may have of ``budget``; see DecodeFirstOptions."""
+    def _chunk(self, seq: Sequence, budget: int, num_unfinished: int, num_behind: int) -> int:
+        """Tokens of ``budget`` for ``seq``, just taken from the queue; ``num_behind`` may run after it in this round.
+
+        See DecodeFirstOptions.
+        """
         lacking = seq.num_tokens - seq.num_computed_tokens
         if lacking <= self.limits.max_num_batched_tokens or num_unfinished + 1 >= self._max_unfinished:
             return budget
         wanted_behind, half = 0, budget // 2
-        for other in self.waiting:
-            if wanted_behind >= half or not (admissible or num_partial):
-                break
-            if other.block_table:
-                num_partial -= 1
-            elif admissible:
-                admissible -= 1
-            else:
-                continue
+        for other in islice(self.waiting, num_behind):
             wanted_behind += other.num_tokens - other.num_computed_tokens
+            if wanted_behind >= half:
+                break
         return budget - min(wanted_behind, half)
 
     # --- progress ----------------------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoserve_plugins.scheduler.decode_first import DecodeFirst
-
 from nanoserve.contracts.scheduling import Schedule, SchedulerSpec, Sequence
 from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.scheduler.decode_first import DecodeFirst
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,10 @@ class PrefillFirstOptions:
 
 
 class PrefillFirst(DecodeFirst):
-    """Differs from ``decode_first`` in the order of the two phases; victims and progress are the same."""
+    """Differs from ``decode_first`` in the order of the two phases and in who is admitted; victims are the same.
+
+    Half-done prefills cannot block each other: one that was admitted goes on at once, and its blocks are free.
+    """
 
     def schedule(self) -> Schedule:
         self._begin()
@@ -32,7 +34,6 @@ class PrefillFirst(DecodeFirst):
             not_picked = self._decode(schedule)
             self.running.extend(schedule.decode)
             self.running.extend(not_picked)
-            self._resolve_deadlock(schedule)
         return schedule
 
     def _fits(self, seq: Sequence) -> bool:

@@ -107,6 +107,17 @@ def test_a_preempted_sequence_recovers_from_its_cached_prefix():
     harness.finish()
 
 
+def test_a_preempted_sequence_comes_back_when_all_of_it_fits():
+    """Else it would take what is left of the blocks that it has just given away, and lose them at the next crossing."""
+    harness = TestDecodeFirst.harness(num_blocks=3, block_size=4, caching=False)
+    first, victim = harness.add("first", [1] * 4, 8), harness.add("victim", [2] * 8, 4)
+    harness.step()
+    while first.status != Status.FINISHED:
+        assert not harness.step().prefill
+    assert harness.step().prefill == [(victim, 9)] and victim.num_preemptions == 1
+    harness.finish()
+
+
 def test_who_was_not_picked_comes_first_in_the_next_round():
     harness, _ = running(6, 20)
     harness.scheduler.limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=4, max_model_len=256)

@@ -1,3 +1,4 @@
+from nanoserve.contracts.scheduling import SchedulerLimits
 from nanoserve.testing import SchedulerSuite
 
 
@@ -14,8 +15,9 @@ def test_a_step_is_all_prefill_or_all_decode():
     harness.add("a", [1] * 4, 4)
     harness.step()
     harness.add("long", [2] * 20, 2)
+    harness.add("late", [3] * 2, 2)
     rounds = [(names(s.decode), [n for _, n in s.prefill]) for s in (harness.step() for _ in range(4))]
-    assert rounds == [([], [8]), ([], [8]), ([], [4]), (["a", "long"], [])]
+    assert rounds == [([], [8]), ([], [8]), ([], [4, 2]), (["a", "long", "late"], [])]
     harness.finish()
 
 
@@ -40,4 +42,14 @@ def test_decoding_favours_the_front_and_preempts_from_the_tail():
     rounds = [names(harness.step().decode) for _ in range(3)]
     assert rounds == [["0", "1"]] * 3
     assert harness.scheduler.num_preemptions == 1
+    harness.finish()
+
+
+def test_decoding_goes_on_with_those_it_has_begun_with():
+    harness = TestPrefillFirst.harness(num_blocks=8)
+    for i in range(3):
+        harness.add(str(i), [i], 3)
+    harness.step()
+    harness.scheduler.limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=2, max_model_len=256)
+    assert [names(harness.step().decode) for _ in range(3)] == [["0", "1"], ["0", "1"], ["2"]]
     harness.finish()

@@ -1,0 +1,266 @@
+"""``task=bench``: how fast the composed engine is, on a workload of ``conf/bench``, beside what the hardware allows.
+
+Definitions. *Output tok/s*: generated tokens over the wall time from the first request's arrival to the last token.
+*TTFT*: arrival to first token, by the host's clock. *TPOT*: time per output token after the first, of the whole batch
+decoding together. Every engine call is warmed up first (compilation, graph capture); medians over ``repeat``.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from nanoserve.config import build
+from nanoserve.contracts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanoserve.llm import LLM
+    from nanoserve.tasks import Job
+
+#: bf16 matrix rate that the prefill part of the roofline assumes, FLOP/s (an H200 at 8192³, measured).
+MATRIX_FLOPS = 700e12
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of ``conf/task/bench.yaml``; ``bench`` is one of ``conf/bench``."""
+
+    bench: dict[str, Any]
+    output: str | None = None
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """All requests at once. Lengths are uniform in inclusive ranges; token ids uniform in 0 … max_token_id."""
+
+    kind: Literal["throughput"]
+    num_requests: int
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    max_token_id: int
+    temperature: float
+    seed: int = 0
+    repeat: int = 1
+
+    def draw(self, round_: int = 0) -> tuple[list[list[int]], list[int]]:
+        """Prompts and output lengths. Later rounds have the same lengths and shifted ids: no prefix is met again."""
+        rng, num_ids = random.Random(self.seed), self.max_token_id + 1
+        prompts = [
+            [(rng.randint(0, self.max_token_id) + round_) % num_ids for _ in range(rng.randint(*self.input_len))]
+            for _ in range(self.num_requests)
+        ]
+        return prompts, [rng.randint(*self.output_len) for _ in range(self.num_requests)]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """batches: sequences that decode together around ``context`` tokens. prompts: (batch, length) pairs for TTFT."""
+
+    kind: Literal["latency"]
+    batches: list[int]
+    context: int
+    output_len: int
+    prompts: list[list[int]]
+    repeat: int = 1
+
+
+@dataclass
+class Report:
+    """Rows of one table, and what they were measured on."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Any]] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def run(job: Job) -> dict[str, Any]:
+    kinds = {"throughput": Throughput, "latency": Latency}
+    kind = job.options.bench.get("kind")
+    if kind not in kinds:
+        raise ConfigError(f"bench.kind: {kind!r} is not one of {', '.join(kinds)}")
+    workload: Any = build(kinds[kind], job.options.bench, "bench", owner=f"bench kind {kind}")
+    with job.llm() as llm:
+        report = throughput(llm, workload) if isinstance(workload, Throughput) else latency(llm, workload)
+        environment = describe(llm)
+    print_report(report, environment)
+    if job.options.output is not None:
+        path = (job.folder or Path()) / job.options.output
+        record = {**environment, "workload": asdict(workload), "config": asdict(job.config), "figures": report.figures}
+        path.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    return report.figures
+
+
+def throughput(llm: LLM, workload: Throughput) -> Report:
+    from nanoserve.sampling_params import SamplingParams
+
+    prompts, output_lens = workload.draw()
+    params = [SamplingParams(temperature=workload.temperature, ignore_eos=True, max_tokens=n) for n in output_lens]
+    _warm_up(llm, prompts)
+    num_output = sum(output_lens)
+    seconds = []
+    for round_ in range(workload.repeat):
+        prompts, _ = workload.draw(round_ + 1)
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, progress=sys.stderr.isatty())
+        seconds.append(time.perf_counter() - start)
+        if (delivered := sum(len(o.token_ids) for o in outputs)) != num_output:
+            raise RuntimeError(f"{delivered} output tokens instead of {num_output}: the figures would be wrong")
+    rate = num_output / statistics.median(seconds)
+    figures: dict[str, Any] = {
+        "output tok/s": round(rate),
+        "runs": [round(num_output / s) for s in seconds],
+        "input tokens": sum(map(len, prompts)),
+        "output tokens": num_output,
+        "preemptions": llm.stats().preemptions,
+    }
+    bandwidth = copy_bandwidth(llm)
+    if bandwidth is not None:
+        ideal = roofline_seconds(llm, prompts, output_lens, bandwidth)
+        figures |= {
+            "copy TB/s": round(bandwidth / 1e12, 2),
+            "roofline tok/s": round(num_output / ideal),
+            "share of roofline": round(rate / (num_output / ideal), 3),
+        }
+    return Report("throughput", list(figures), [list(figures.values())], figures)
+
+
+def latency(llm: LLM, workload: Latency) -> Report:
+    from nanoserve.sampling_params import SamplingParams
+
+    rng = random.Random(0)
+
+    def batch(count: int, length: int) -> list[list[int]]:
+        top = min(10000, llm.engine.vocab_size - 1)
+        return [[rng.randint(0, top) for _ in range(length)] for _ in range(count)]
+
+    report = Report("latency", ["measure", "batch", "tokens", "median ms", "min ms", "prefill tok/s"])
+    one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
+    for count, length in workload.prompts:
+        times = []
+        for round_ in range(workload.repeat + 1):
+            prompts = batch(count, length)
+            start = time.perf_counter()
+            llm.generate(prompts, one)
+            if round_:
+                times.append(1e3 * (time.perf_counter() - start))
+        median = statistics.median(times)
+        rate = round(count * length / median * 1e3)
+        report.rows.append(["TTFT", count, length, round(median, 2), round(min(times), 2), rate])
+        report.figures[f"TTFT {count}x{length} ms"] = round(median, 2)
+    prompt_len = max(1, workload.context - workload.output_len // 2)
+    params = SamplingParams(temperature=0.6, seed=1, ignore_eos=True, max_tokens=workload.output_len)
+    for count in workload.batches:
+        times = [tpot(llm, batch(count, prompt_len), params) for _ in range(workload.repeat + 1)][1:]
+        median = statistics.median(times)
+        report.rows.append(["TPOT", count, workload.context, round(median, 3), round(min(times), 3), ""])
+        report.figures[f"TPOT b{count} ms"] = round(median, 3)
+    return report
+
+
+def tpot(llm: LLM, prompts: list[list[int]], params: Any) -> float:
+    """Milliseconds per output token while all of ``prompts`` decode: last first token to first last token."""
+    outputs = llm.generate(prompts, params)
+    begin = max(o.metrics.first_token_time or 0.0 for o in outputs)
+    end = max(o.metrics.finished_time or 0.0 for o in outputs)
+    steps = params.max_tokens - 1
+    first = min(o.metrics.first_token_time or 0.0 for o in outputs)
+    # Prefills that end at different steps decode for some steps in smaller batches; they are not counted.
+    skipped = 0 if begin == first else round((begin - first) / max(end - first, 1e-9) * steps)
+    return 1e3 * (end - begin) / max(1, steps - skipped)
+
+
+def _warm_up(llm: LLM, prompts: Sequence[list[int]]) -> None:
+    """Compile kernels and capture every graph that the workload will meet."""
+    from nanoserve.sampling_params import SamplingParams
+
+    graphs = getattr(llm.engine.runner, "graphs", None)
+    sizes = graphs.sizes if graphs is not None else [1]
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4)
+    for size in sizes:
+        llm.generate([[1 + i % 7] * 8 for i in range(min(size, len(prompts)))], params)
+    llm.generate(list(prompts[: min(64, len(prompts))]), SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=2))
+
+
+def copy_bandwidth(llm: LLM) -> float | None:
+    """Bytes per second of a device-to-device copy (read + write), the ceiling of decoding; None on a CPU."""
+    import torch
+
+    device = torch.device("cuda") if torch.cuda.is_available() else None
+    if device is None or llm.engine.runner.device.type != "cuda":  # type: ignore[attr-defined]
+        return None
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return 2 * source.nbytes / statistics.median(times)
+
+
+def roofline_seconds(llm: LLM, prompts: list[list[int]], output_lens: list[int], bandwidth: float) -> float:
+    """Time no engine can beat: every KV byte a token attends to read once, the weights once per step, prefill FLOPs."""
+    runner = llm.engine.runner
+    config, kv = runner.model.config, runner.kv  # type: ignore[attr-defined]
+    bytes_per_token = kv.bytes_per_block() / kv.shape.block_size
+    contexts = sum(n * len(p) + n * (n + 1) // 2 for p, n in zip(prompts, output_lens, strict=True))
+    width = config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    per_layer = config.hidden_size * (width + 3 * config.intermediate_size)
+    body = config.num_hidden_layers * per_layer
+    head = config.vocab_size * config.hidden_size
+    itemsize = kv.shape.dtype.itemsize
+    decode = (contexts * bytes_per_token + max(output_lens) * (body + head) * itemsize) / bandwidth
+    attention = sum(2 * config.num_attention_heads * config.head_dim * len(p) ** 2 for p in prompts)
+    flops = 2 * body * sum(map(len, prompts)) + config.num_hidden_layers * attention
+    return decode + flops / MATRIX_FLOPS
+
+
+def describe(llm: LLM) -> dict[str, Any]:
+    """Hardware, versions and composition, for the record."""
+    import torch
+    import transformers
+
+    from nanoserve import __version__
+
+    cuda = llm.engine.runner.device.type == "cuda"  # type: ignore[attr-defined]
+    info = llm.engine.info
+    return {
+        "hardware": torch.cuda.get_device_name()
+        if cuda
+        else f"CPU {platform.machine()}, {torch.get_num_threads()} threads",
+        "versions": {
+            "nanoserve": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "engine": asdict(info) if info is not None else {},
+    }
+
+
+def print_report(report: Report, environment: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    table = Table(*report.columns, title=report.title, title_justify="left")
+    for row in report.rows:
+        table.add_row(*map(str, row))
+    console.print(table)
+    engine = environment["engine"]
+    composition = f"{engine.get('model')}, attention {engine.get('attention')}, kv {engine.get('kv')}"
+    console.print(
+        f"{environment['hardware']}, torch {environment['versions']['torch']}, {composition}", highlight=False
+    )
