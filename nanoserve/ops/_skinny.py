@@ -11,6 +11,9 @@ Such a product is a read of the weights, and of a layer's four products none las
   SwiGLU's gate and the residual add happen to the sums before they are stored.
 """
 
+# mypy: disable-error-code="assignment, var-annotated"
+# (tuples of tiles grow in the kernel)
+
 from __future__ import annotations
 
 import functools
@@ -72,6 +75,7 @@ def skinny_kernel(
     X_AHEAD: gl.constexpr,
     W_LAYOUT: gl.constexpr,
     X_LAYOUT: gl.constexpr,
+    PARTIALS: gl.constexpr,
     BIAS: gl.constexpr,
     NORM: gl.constexpr,
     SWIGLU: gl.constexpr,
@@ -106,15 +110,8 @@ def skinny_kernel(
         for i in gl.static_range(CHUNKS):
             norm_tiles = norm_tiles + (_load_chunk(norm_weight + x_k, x_k, i, K, STEP),)
 
-    # Sums of the warps meet in one thread: [warps, gate or up, rows, tokens] with SWIGLU, else [warps, rows, tokens].
-    if SWIGLU:
-        PARTIALS: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1, 2], [1, 8, 4, 1], [1, 1, WARPS, 1], [0, 3, 1, 2])
-        SUMS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(0, PARTIALS))
-        SQUARES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, PARTIALS))
-    else:
-        PARTIALS: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 16, 2], [1, 1, WARPS], [0, 1, 2])
-        SUMS: gl.constexpr = gl.SliceLayout(0, PARTIALS)
-        SQUARES: gl.constexpr = gl.SliceLayout(1, PARTIALS)
+    SUMS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(0, PARTIALS)) if SWIGLU else gl.SliceLayout(0, PARTIALS)
+    SQUARES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, PARTIALS)) if SWIGLU else gl.SliceLayout(1, PARTIALS)
     out_row = gl.arange(0, MMA_ROWS // 2 if SWIGLU else MMA_ROWS, gl.SliceLayout(1, SUMS))[:, None]
     out_column = gl.program_id(0) * OUT_ROWS + out_row
     out_token = gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))[None, :]
@@ -182,7 +179,7 @@ class Tile:
 
 
 def tile_for(num_tokens: int, n: int, k: int) -> Tile | None:
-    """The tile for a product of ``num_tokens`` with W ``[n, k]``; None where cuBLAS is faster or the shape does not fit."""
+    """The tile for ``num_tokens`` and W ``[n, k]``; None where cuBLAS is faster or the shape does not fit."""
     if k % 8 or n % 8 or n * k >= 2**31:
         return None
     return Tile(16, 8, 64)
@@ -200,6 +197,14 @@ def fragment_layout(warps: int, rows: int, block_k: int) -> gl.DistributedLinear
     registers = bases(2, 1, 8) + bases(1, 8, rows) + bases(2, 32, block_k)
     lanes = bases(2, 8, 32) + bases(1, 1, 8)
     return gl.DistributedLinearLayout(registers, lanes, bases(0, 1, warps), [], [warps, rows, block_k])
+
+
+@functools.cache
+def partials_layout(warps: int, swiglu: bool) -> gl.BlockedLayout:
+    """Of sums ``[warps, rows, tokens]`` or ``[warps, rows, tokens, gate or up]``: a thread has those of all warps."""
+    if swiglu:
+        return gl.BlockedLayout([warps, 1, 1, 2], [1, 8, 4, 1], [1, 1, warps, 1], [0, 3, 1, 2])
+    return gl.BlockedLayout([warps, 1, 1], [1, 16, 2], [1, 1, warps], [0, 1, 2])
 
 
 def skinny_linear(
@@ -242,6 +247,7 @@ def skinny_linear(
         X_AHEAD=min(tile.x_ahead or chunks, chunks),
         W_LAYOUT=fragment_layout(tile.warps, tile.rows, tile.block_k),
         X_LAYOUT=fragment_layout(tile.warps, tokens, tile.block_k),
+        PARTIALS=partials_layout(tile.warps, swiglu),
         BIAS=bias is not None,
         NORM=norm is not None,
         SWIGLU=swiglu,

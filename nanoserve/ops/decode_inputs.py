@@ -22,8 +22,8 @@ class DecodeInputs:
     @classmethod
     def empty(cls, batch: int, width: int, device: torch.device) -> DecodeInputs:
         """Zeros: padding reads block 0 at most, whatever the memory held before."""
-        vectors = [torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3)]
-        return cls(*vectors, torch.zeros(batch, width, dtype=torch.int32, device=device))
+        shapes = [(batch,)] * 3 + [(batch, width)]
+        return cls(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
 
 
 def decode_inputs(
@@ -37,10 +37,12 @@ def decode_inputs(
 ) -> None:
     """Fill ``out`` for B sequences that decode one token each; everything int32 and contiguous, on one device.
 
-    rows: ``[B]`` table row of each; no two live ones are equal. context_lens: ``[B]`` with the new token, which is at
-    position ``context - 1``; 0 marks padding: input id 0, position 0, slot -1, first block 0. last_blocks: ``[B]`` id of
-    the block that holds that position; it is written into ``table`` ``[num_rows, width]``, the rest of whose row must be
-    there already. last_tokens: ``[num_rows]`` token sampled last, the input of this step.
+    rows: ``[B]`` table row of each; no two live ones are equal.
+    context_lens: ``[B]`` with the new token, which is at position ``context - 1``. 0 marks padding: input id 0,
+        position 0, slot -1, first block 0.
+    last_blocks: ``[B]`` id of the block that holds that position. It is written into ``table`` ``[num_rows, width]``;
+        the blocks before it must be there already.
+    last_tokens: ``[num_rows]`` token sampled last, the input of this step.
     """
     if table.is_cuda:
         from nanoserve.ops import _elementwise

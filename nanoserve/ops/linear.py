@@ -62,18 +62,19 @@ def norm_linear(
     x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``linear(rms_norm(x, norm_weight, eps), weight, bias)``; x may be fp32 where the weights are not."""
-    if not _fuses_norm(x, weight):
+    tile = skinny_tile(x, weight)
+    if tile is None or not _fuses_norm(x):
         return linear(rms_norm(x, norm_weight, eps), weight, bias)
     from nanoserve.ops._skinny import skinny_linear
 
     out = x.new_empty(x.shape[0], weight.shape[0])
-    return skinny_linear(x, weight, out, skinny_tile(x, weight), bias=bias, norm=(norm_weight, eps))
+    return skinny_linear(x, weight, out, tile, bias=bias, norm=(norm_weight, eps))
 
 
 def norm_swiglu(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor) -> torch.Tensor:
     """``silu_and_mul(linear(rms_norm(x, norm_weight, eps), weight))``: ``[tokens, out / 2]``."""
-    fused = _fuses_norm(x, weight)
-    if not fused:
+    norm = (norm_weight, eps) if _fuses_norm(x) and skinny_tile(x, weight) else None
+    if norm is None:
         x = rms_norm(x, norm_weight, eps)
     tile = skinny_tile(x, weight)
     if tile is None:
@@ -81,7 +82,7 @@ def norm_swiglu(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: 
     from nanoserve.ops._skinny import skinny_linear
 
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    return skinny_linear(x, weight, out, tile, norm=(norm_weight, eps) if fused else None, swiglu=True)
+    return skinny_linear(x, weight, out, tile, norm=norm, swiglu=True)
 
 
 def skinny_tile(x: torch.Tensor, weight: torch.Tensor) -> Tile | None:
@@ -98,10 +99,9 @@ def skinny_tile(x: torch.Tensor, weight: torch.Tensor) -> Tile | None:
     return tile_for(x.shape[0], *weight.shape)
 
 
-def _fuses_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _fuses_norm(x: torch.Tensor) -> bool:
     """bf16 only: what is multiplied with W is not divided by the norm yet, and fp16 could overflow."""
-    few = x.shape[0] <= MAX_FUSED_NORM_TOKENS
-    return few and x.dtype == torch.bfloat16 and skinny_tile(x, weight) is not None
+    return x.dtype == torch.bfloat16 and x.shape[0] <= MAX_FUSED_NORM_TOKENS
 
 
 def _dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Greedy and temperature sampling in two launches, straight from the logits. For CUDA; ``Sampler`` is the reference.
 
 The first reduces chunks of the vocabulary to their maximum and their sum of ``exp((x - maximum) / temperature)``. The
-second finds, per row, the chunk in which the cumulative distribution passes the row's random number, and the token in it.
-Nothing of the vocabulary's size is written, and logits are read in whatever dtype they have.
+second finds, per row, the chunk in which the cumulative distribution passes the row's random number, and the token
+within. Nothing of the vocabulary's size is written, and logits are read in whatever dtype they have.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def chunk_kernel(
 
 @triton.jit
 def _inverse_cdf(p, target, index, BLOCK: tl.constexpr):
-    """First index with p > 0 where the sum of p up to it exceeds ``target``; rounding may leave only the last with p > 0."""
+    """First index with p > 0 up to which p sums to more than ``target``; the last with p > 0 if rounding left none."""
     possible = p > 0
     first = tl.min(tl.where(possible & (tl.cumsum(p, 0) > target), index, BLOCK), 0)
     last = tl.max(tl.where(possible, index, 0), 0)
@@ -113,11 +113,11 @@ def sample(
     rows: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token per row of ``logits`` ``[B, vocab_size]`` (contiguous, any float dtype): ``[B]`` int64, as ``Sampler`` would.
+    """One token id per row of ``logits`` ``[B, vocab_size]`` (contiguous, any float dtype), as ``Sampler`` draws it.
 
-    inv_temperature: ``[B]`` fp32, 0 for greedy; None: every row is. uniform: ``[B]`` fp32 in (0, 1). -1 where a row has
-    a NaN, a +inf, or nothing but -inf. With ``rows`` ``[B]`` and ``last_tokens`` ``[num_rows]``, both int32,
-    ``last_tokens[rows]`` becomes the sampled tokens, 0 for -1.
+    inv_temperature: ``[B]`` fp32, 0 for greedy; None: every row is. uniform: ``[B]`` fp32 in (0, 1).
+    With ``rows`` ``[B]`` and ``last_tokens`` ``[num_rows]``, both int32, sets ``last_tokens[rows]`` too (0 for -1).
+    Returns ``[B]`` int64, -1 where a row has a NaN, a +inf, or nothing but -inf.
     """
     batch, vocab_size = logits.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanoserve.contracts.attention import AttentionContext, DecodeMetadata
 
@@ -256,72 +256,50 @@ def store_heads(out, out_stride_head, values, GROUP: tl.constexpr, HEAD_DIM: tl.
     )
 
 
-# -- splitting a batch into work items --------------------------------------------------------------------------------
+# -- splitting a batch evenly -----------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _pieces(context_len, chunk, STEP: tl.constexpr):
-    """Steps per piece and number of pieces of contexts that are cut into even pieces of at most ``chunk`` steps."""
-    steps = tl.cdiv(context_len, STEP)
-    length = tl.cdiv(steps, tl.maximum(tl.cdiv(steps, chunk), 1))
-    return length, tl.cdiv(steps, tl.maximum(length, 1))
-
-
-@triton.jit(do_not_specialize=["batch", "target", "num_items"])
+@triton.jit(do_not_specialize=["batch", "programs"])
 def _plan(
-    context_lens,
-    items,
-    splits,
-    batch,
-    target,
-    num_items,
-    STEP: tl.constexpr,
-    MIN_STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OTHERS: tl.constexpr,
+    context_lens, items, ranges, splits, batch, programs, STEP: tl.constexpr, MIN_STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """See ``WorkList``. One program; BLOCK is batch padded to a power of two, OTHERS divides it."""
+    """See ``WorkList``. One program; BLOCK is batch padded to a power of two."""
     seq = tl.arange(0, BLOCK)
     context_len = tl.load(context_lens + seq, mask=seq < batch, other=0)
-    total = tl.sum(tl.cdiv(context_len, STEP), 0)
-    live = tl.sum((context_len > 0).to(tl.int32), 0)
-    shares = tl.maximum(tl.maximum(target - live, 2 * live // 3), 1)
-    chunk = tl.maximum(tl.cdiv(total, shares), MIN_STEPS)
-
-    length, pieces = _pieces(context_len, chunk, STEP)
-    first = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, BLOCK, OTHERS):
-        other = start + tl.arange(0, OTHERS)
-        other_length, other_pieces = _pieces(tl.load(context_lens + other, mask=other < batch, other=0), chunk, STEP)
-        longer = other_length[None, :] > length[:, None]
-        tie = (other_length[None, :] == length[:, None]) & (other[None, :] < seq[:, None])
-        first += tl.sum(tl.where(longer | tie, other_pieces[None, :], 0), 1)
+    steps = tl.cdiv(context_len, STEP)
+    total = tl.sum(steps, 0)
+    chunk = tl.maximum(tl.cdiv(total, programs), MIN_STEPS)
+    before = tl.cumsum(steps, 0) - steps
+    chunk_of_first = before // chunk
+    pieces = tl.where(steps > 0, (before + steps - 1) // chunk - chunk_of_first + 1, 0)
+    first = tl.cumsum(pieces, 0) - pieces
     tl.store(splits + 2 * seq, first, mask=seq < batch)
     tl.store(splits + 2 * seq + 1, pieces, mask=seq < batch)
     for piece in range(tl.max(pieces, 0)):
-        item = items + (first + piece) * 8
         mine = piece < pieces
-        begin = piece * length * STEP
-        tl.store(item, seq, mask=mine)
-        tl.store(item + 1, begin, mask=mine)
-        tl.store(item + 2, tl.minimum(begin + length * STEP, context_len), mask=mine)
-        tl.store(item + 3, first, mask=mine)
-        tl.store(item + 4, pieces, mask=mine)
-    for start in range(tl.sum(pieces, 0), num_items, BLOCK):
-        idle = start + seq
-        tl.store(items + idle * 8, -1, mask=idle < num_items)
+        item = first + piece
+        begin = tl.maximum((chunk_of_first + piece) * chunk - before, 0)
+        end = tl.minimum((chunk_of_first + piece + 1) * chunk - before, steps)
+        tl.store(items + item * 8, seq, mask=mine)
+        tl.store(items + item * 8 + 1, begin * STEP, mask=mine)
+        tl.store(items + item * 8 + 2, tl.minimum(end * STEP, context_len), mask=mine)
+        tl.store(items + item * 8 + 3, first, mask=mine)
+        tl.store(items + item * 8 + 4, pieces, mask=mine)
+        opens_chunk = (before + begin) % chunk == 0
+        tl.store(ranges + chunk_of_first + piece, item, mask=mine & opens_chunk)
+    for start in range(tl.cdiv(total, chunk), programs + 1, BLOCK):
+        tl.store(ranges + start + seq, tl.sum(pieces, 0), mask=start + seq <= programs)
 
 
 @triton.jit
-def merge_pieces(partial, lse, row, pieces, row_stride, D: tl.constexpr, P: tl.constexpr):
-    """Σ 2^lse[i] · partial[i] / Σ 2^lse[i] over rows ``row + i · row_stride``, i < pieces, P at a time → fp32 ``[D]``.
+def merge_pieces(partial, lse, row, pieces, row_stride, dim, D: tl.constexpr, P: tl.constexpr):
+    """Σ 2^lse[i] · partial[i] / Σ 2^lse[i] over rows ``row + i · row_stride``, i < pieces, P at a time → fp32 ``[dim]``.
 
-    Read past L1 (``.cg``), which does not see what other multiprocessors write.
+    dim: which of the D columns. Read past L1 (``.cg``), which does not see what other multiprocessors write.
     """
-    dim = tl.arange(0, D)
     maximum = float("-inf")
     normaliser = 0.0
-    acc = tl.zeros([D], tl.float32)
+    acc = tl.zeros(dim.shape, tl.float32)
     for start in range(0, pieces, P):
         piece = start + tl.arange(0, P)
         live = piece < pieces
@@ -349,73 +327,75 @@ def _merge(
     Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out ``[num_seqs, q_heads, head_dim]``; grid (q_heads, num_seqs). Sequences in one piece are complete already."""
+    """out ``[num_seqs, q_heads, head_dim]``; grid (q_heads, num_seqs, D / COLUMNS). Whole sequences are done already."""
     q_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
+    dim = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     first = tl.load(splits + 2 * seq)
     pieces = tl.load(splits + 2 * seq + 1)
     if pieces > 1:
-        merged = merge_pieces(partial, lse, first * Q_HEADS + q_head, pieces, Q_HEADS, D, P=32)
-        store_heads(out + seq * out_stride_token + q_head * out_stride_head, 0, merged[None, :], 1, HEAD_DIM)
+        merged = merge_pieces(partial, lse, first * Q_HEADS + q_head, pieces, Q_HEADS, dim, D, P)
+        target = out + seq * out_stride_token + q_head * out_stride_head + dim
+        tl.store(target, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 class WorkList:
-    """A decode batch cut into work items by the device, once per step, for kernels whose grid is (kv_heads, items).
+    """A decode batch cut by the device, once per step, into even shares for kernels whose grid is (kv_heads, programs).
 
-    A context is cut into even pieces of whole steps (``step`` tokens each), and all pieces are about as long: the
-    batch's steps over the ``target`` items that fill the GPU once, but not less than ``min_steps``. A batch of more
-    than that keeps contexts whole unless they exceed one and a half times the mean. Longest pieces come first, so that
-    short ones fill the end. The number of items depends on the batch size alone, hence one CUDA graph serves all contexts.
+    The contexts of a batch, in steps of ``step`` tokens, are laid end to end and cut into ``programs`` chunks of equal
+    length (at least ``min_steps``). So every program has the same work whatever the lengths are, most sequences of a
+    large batch stay whole, and one CUDA graph serves all contexts. A program does the items of its chunk in turn.
 
-    items: int32 ``[num_items, 8]``: sequence (-1: nothing to do), first token, end token, first item of the
-    sequence, pieces of the sequence; three unused. splits: int32 ``[max_num_seqs, 2]``, the last two per sequence. partial, lse: fp32 results of pieces of split contexts,
-    ``[items, kv_heads, group, width]`` (head_dim, padded) and ``[items, kv_heads, group]``.
+    items: int32 ``[programs + max_num_seqs, 8]``: sequence, first token, end token, first item of the sequence, pieces
+    of the sequence; three unused. ranges: int32 ``[programs + 1]``; program i does items ``ranges[i] … ranges[i + 1] - 1``.
+    splits: int32 ``[max_num_seqs, 2]``, first item and pieces per sequence. partial, lse: fp32 results of items that are
+    not a whole sequence, ``[items, kv_heads, group, width]`` (width: head_dim, padded) and ``[items, kv_heads, group]``.
     arrived: int32 ``[max_num_seqs, kv_heads]``, pieces done; whoever does the last one merges and resets it to 0.
     """
 
-    def __init__(self, context: AttentionContext, width: int, step: int, target: int, min_steps: int = 1) -> None:
-        self.step, self.target, self.min_steps = step, max(target, 1), min_steps
-        device, kv_heads = context.device, context.num_kv_heads
-        most = self.num_items(context.max_num_seqs)
-        partial = (most, kv_heads, context.num_q_heads // kv_heads)
-        self.items = torch.empty(most, 8, dtype=torch.int32, device=device)
-        self.splits = torch.empty(context.max_num_seqs, 2, dtype=torch.int32, device=device)
+    def __init__(self, context: AttentionContext, width: int, step: int, programs: int, min_steps: int = 1) -> None:
+        self.step, self.min_steps = step, min_steps
+        device, kv_heads, max_num_seqs = context.device, context.num_kv_heads, context.max_num_seqs
+        most_items = programs + max_num_seqs
+        partial = (most_items, kv_heads, context.num_q_heads // kv_heads)
+        self.items = torch.empty(most_items, 8, dtype=torch.int32, device=device)
+        self.ranges = torch.empty(programs + 1, dtype=torch.int32, device=device)
+        self.splits = torch.empty(max_num_seqs, 2, dtype=torch.int32, device=device)
         self.partial = torch.empty(*partial, width, device=device)
         self.lse = torch.empty(partial, device=device)
-        self.arrived = torch.zeros(context.max_num_seqs, kv_heads, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(max_num_seqs, kv_heads, dtype=torch.int32, device=device)
 
-    def num_items(self, batch: int) -> int:
-        """An upper bound of Σ ⌈steps / chunk⌉ ≤ shares + live, with shares as the plan kernel computes them."""
-        return max(self.target, batch + 2 * batch // 3 + 1)
-
-    def plan(self, meta: DecodeMetadata) -> int:
-        """Fill ``items`` on the device; returns how many there are."""
-        num_items = self.num_items(meta.num_seqs)
+    def plan(self, meta: DecodeMetadata, programs: int) -> int:
+        """Fill the lists on the device for ``programs`` (at most those of ``__init__``), which it returns."""
         block = max(16, triton.next_power_of_2(meta.num_seqs))
         _plan[(1,)](
             meta.context_lens,
             self.items,
+            self.ranges,
             self.splits,
             meta.num_seqs,
-            self.target,
-            num_items,
+            programs,
             STEP=self.step,
             MIN_STEPS=self.min_steps,
             BLOCK=block,
-            OTHERS=min(block, max(16, 16384 // block)),
-            num_warps=8 if block > 64 else 1,
+            num_warps=4 if block > 64 else 1,
         )
-        return num_items
+        return programs
 
-    def merge(self, out: torch.Tensor, num_seqs: int, **launch: bool) -> None:
+    def merge(self, out: torch.Tensor, num_seqs: int, pdl: bool) -> None:
         """Merge what the items left in ``partial``, as a launch of its own: better than the last item's doing it when
-        contexts have many pieces, because every query head has a program. launch: ``launch_pdl`` or nothing."""
+        contexts have many pieces, because every query head has programs."""
         q_heads, head_dim = out.shape[1:]
-        _merge[(q_heads, num_seqs)](
+        width = self.partial.shape[-1]
+        columns = 32 if num_seqs <= 8 else width
+        _merge[(q_heads, num_seqs, width // columns)](
             self.partial,
             self.lse,
             self.splits,
@@ -423,8 +403,10 @@ class WorkList:
             *out.stride()[:2],
             Q_HEADS=q_heads,
             HEAD_DIM=head_dim,
-            D=self.partial.shape[-1],
-            PDL=bool(launch),
+            D=width,
+            COLUMNS=columns,
+            P=4096 // columns,
+            PDL=pdl,
             num_warps=4,
-            **launch,
+            launch_pdl=pdl,
         )

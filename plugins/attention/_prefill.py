@@ -14,9 +14,14 @@ from nanoserve.contracts.attention import AttentionContext, PrefillMetadata
 
 
 def tile_records(
-    lengths: np.ndarray, sources: np.ndarray, rows: np.ndarray, positions: np.ndarray, tokens_per_tile: int, section: int
+    lengths: np.ndarray,
+    sources: np.ndarray,
+    rows: np.ndarray,
+    positions: np.ndarray,
+    tokens_per_tile: int,
+    section: int,
 ) -> np.ndarray:
-    """Cut sequences of ``lengths`` tokens into tiles; records ``(source, row, num_rows, position)`` int32 ``[tiles, 4]``.
+    """Cut sequences of ``lengths`` tokens into tiles: ``(source, row, num_rows, position)`` int32 ``[tiles, 4]``.
 
     sources: where a sequence's keys are found, copied to its tiles. rows: its first row in a packed tensor, positions:
     that row's absolute position; a tile's own are those of its first token. Sequences come in sections of about

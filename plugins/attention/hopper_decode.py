@@ -46,14 +46,14 @@ class HopperDecodeBackend(AttentionBackend):
         self.num_warps = 4
         warps_per_sm = 16 if self.quantized else 12
         programs = warps_per_sm // self.num_warps * num_multiprocessors(context.device)
-        target = options.num_splits or programs // context.num_kv_heads
-        self.work = WorkList(context, context.head_dim, step=16 * self.num_warps, target=target)
+        self.programs = options.num_splits or programs // context.num_kv_heads
+        self.work = WorkList(context, context.head_dim, 16 * self.num_warps, self.programs)
         self.fused_merge_from = 1
         self.stages = 0
         self.extra = {}
 
     def plan_decode(self, meta: DecodeMetadata) -> int:
-        return self.work.plan(meta)
+        return self.work.plan(meta, self.programs)
 
     def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
         context, work = self.context, self.work
@@ -66,6 +66,7 @@ class HopperDecodeBackend(AttentionBackend):
             layer.v_scale,
             meta.block_table,
             work.items,
+            work.ranges,
             work.partial,
             work.lse,
             work.arrived,
@@ -86,7 +87,7 @@ class HopperDecodeBackend(AttentionBackend):
             launch_pdl=True,
         )
         if not fused_merge:
-            work.merge(out, meta.num_seqs, launch_pdl=True)
+            work.merge(out, meta.num_seqs, pdl=True)
 
 
 if "async_load" in async_copy.__all__:
@@ -131,6 +132,50 @@ def _value_layout(warps, width, run):
         _bits(0, 1, warps),
         [],
         [warps, 16, width],
+    )
+
+
+@gluon.constexpr_function
+def _each_layout(warps):
+    """``[warps, 8]``: every thread holds all warps of one column."""
+    return gl.DistributedLinearLayout(
+        [[1 << i, 0] for i in range(warps.bit_length() - 1)],
+        [[0, 1], [0, 2], [0, 4], [0, 0], [0, 0]],
+        [[0, 0]] * (warps.bit_length() - 1),
+        [],
+        [warps, 8],
+    )
+
+
+@gluon.constexpr_function
+def _out_layout(warps, d):
+    """``[8, d]``: a thread holds 4 neighbours along d, a warp a whole row (or two)."""
+    columns = [[0, 1 << i] for i in range(2, d.bit_length() - 1)]
+    heads = [[1, 0], [2, 0], [4, 0]]
+    lane = (columns + heads)[:5]
+    heads = heads[5 - len(columns) :]
+    bits = warps.bit_length() - 1
+    warp = (heads + [[0, 0]] * 3)[:bits]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2]] + heads[bits:], lane, warp, [], [8, d])
+
+
+@gluon.constexpr_function
+def _sum_layout(warps, d, x):
+    """``[warps, d, 8]`` with rows of d as ``_value_fragment`` orders them: all warps in one thread, else ``_out_layout``."""
+    run = d // x // 8  # d is (x, g, e) with 8 g and ``run`` e; its row is (x, e, g)
+
+    def row(dim):
+        return dim // (8 * run) * (8 * run) + dim % run * 8 + dim // run % 8
+
+    columns = [[0, row(1 << i), 0] for i in range(2, d.bit_length() - 1)]
+    heads = [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    lane = (columns + heads)[:5]
+    heads = heads[5 - len(columns) :]
+    bits = warps.bit_length() - 1
+    warp = (heads + [[0, 0, 0]] * 3)[:bits]
+    each = [[1 << i, 0, 0] for i in range(bits)]
+    return gl.DistributedLinearLayout(
+        [[0, row(1), 0], [0, row(2), 0]] + heads[bits:] + each, lane, warp, [], [warps, d, 8]
     )
 
 
@@ -275,6 +320,7 @@ def hopper_decode_kernel(
     v_scale,
     block_table,
     items,
+    ranges,
     partial,
     lse,
     arrived,
@@ -293,7 +339,7 @@ def hopper_decode_kernel(
     FUSED_MERGE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """q, out ``[num_seqs, q_heads, D]``; caches as int32 words; grid (kv_heads, items); scratch as in ``WorkList``."""
+    """q, out ``[num_seqs, q_heads, D]``; caches as int32 words; grid (kv_heads, programs); scratch as in ``WorkList``."""
     W: gl.constexpr = gl.num_warps()
     STEP: gl.constexpr = 16 * W
     WORDS: gl.constexpr = D // 4 if QUANTIZED else D // 2
@@ -304,147 +350,154 @@ def hopper_decode_kernel(
     Q: gl.constexpr = _row_layout(W, 8, D, 16 if QUANTIZED else 8)
     K: gl.constexpr = _row_layout(W, 16, WORDS, 4)
     V: gl.constexpr = _value_layout(W, WORDS, min(4, WORDS // 8))
+    X: gl.constexpr = 1 if QUANTIZED else D // 64
+    SUM: gl.constexpr = _sum_layout(W, D, X)
+    OUT: gl.constexpr = _out_layout(W, D)
+    EACH: gl.constexpr = _each_layout(W)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [W, 1], [1, 0])
     TOKENS: gl.constexpr = gl.SliceLayout(2, MMA)
     WARPS: gl.constexpr = gl.SliceLayout(1, TOKENS)
 
     kv_head = gl.program_id(0)
-    item = gl.program_id(1)
-    gdc_launch_dependents()
+    program = gl.program_id(1)
+    if not FUSED_MERGE:
+        gdc_launch_dependents()
     gdc_wait()
-    seq = gl.load(items + item * 8)
-    start = gl.load(items + item * 8 + 1)
-    end = gl.load(items + item * 8 + 2)
-    origin = gl.load(items + item * 8 + 3)
-    pieces = gl.load(items + item * 8 + 4)
-    if seq < 0:
-        return
-    last = end - 1
-    table = block_table + seq.to(gl.int64) * table_stride
-    first = start + 16 * gl.arange(0, W, WARPS)
-    page = gl.load(table + gl.minimum(first, last) // BLOCK_SIZE)
-    next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
+    begin = gl.load(ranges + program)
+    stop = gl.load(ranges + program + 1)
+    for item in range(begin, stop):
+        seq = gl.load(items + item * 8)
+        start = gl.load(items + item * 8 + 1)
+        end = gl.load(items + item * 8 + 2)
+        origin = gl.load(items + item * 8 + 3)
+        pieces = gl.load(items + item * 8 + 4)
+        last = end - 1
+        table = block_table + seq.to(gl.int64) * table_stride
+        first = start + 16 * gl.arange(0, W, WARPS)
+        page = gl.load(table + gl.minimum(first, last) // BLOCK_SIZE)
+        next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
 
-    head = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, Q))), 0), 2)
-    dim = gl.expand_dims(gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, Q))), 0), 1)
-    warp = gl.expand_dims(gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, Q))), 1), 2)
-    q_group = q + seq.to(gl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
-    query = gl.load(q_group + head * q_stride_head + (dim + 0 * warp), mask=head + 0 * (dim + warp) < GROUP, other=0.0)
-    query = _query_fragment(query, W, D, QUANTIZED, B)
-    # What the bias of K adds to every score, subtracted in advance: -1152 · Σ q.
-    bias = mma_v2(gl.full([W, 16, D], -1152.0 if QUANTIZED else 0.0, dtype, A), query, gl.zeros([W, 16, 8], gl.float32, MMA))
-
-    if STAGES == 0:
-        k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
-        v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
-    if QUANTIZED:
-        ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-        vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-    token_in_tile = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)
-    # Finite, because a warp may have no token at all; probabilities of INT8 are shifted to at most 2^8 (see _kernels).
-    maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
-    normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
-    acc = gl.zeros([W, D, 8], gl.float32, MMA)
-    if STAGES == 0:
-        for _ in range(gl.cdiv(end - start, STEP)):
-            score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
-            live = gl.expand_dims(first, 1) + token_in_tile < end
-            first += STEP
-            page = next_page
-            next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
+        head = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, Q))), 0), 2)
+        dim = gl.expand_dims(gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, Q))), 0), 1)
+        warp = gl.expand_dims(gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, Q))), 1), 2)
+        q_group = q + seq.to(gl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
+        query = gl.load(
+            q_group + head * q_stride_head + (dim + 0 * warp), mask=head + 0 * (dim + warp) < GROUP, other=0.0
+        )
+        query = _query_fragment(query, W, D, QUANTIZED, B)
+        bias = gl.zeros([W, 16, 8], gl.float32, MMA)
+        if QUANTIZED:  # what the bias of K adds to every score, subtracted in advance: -1152 · Σ q
+            bias = mma_v2(gl.full([W, 16, D], -1152.0, dtype, A), query, bias)
+        if STAGES == 0:
             k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
-            if QUANTIZED:
-                score *= gl.expand_dims(ks * qk_scale, 2)
-                ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-            else:
-                score *= qk_scale
-            score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
-            new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
-            correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
-            p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
-            maximum = new_maximum
-            normaliser = normaliser * correction + p
-            if QUANTIZED:
-                p *= gl.expand_dims(vs, 2)
-                vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-            p = gl.convert_layout(p.to(dtype), B)
-            acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
             v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
-    else:
-        SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, WORDS // 4), [2, 1, 0])
-        k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, W, 16, WORDS], SHARED)
-        v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, W, 16, WORDS], SHARED)
-        ahead = first
-        scale_page = next_page
-        for stage in gl.static_range(STAGES - 1):
-            async_load(k_ring.index(stage), _tile_address(k_cache, ahead, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS))
-            async_load(v_ring.index(stage), _tile_address(v_cache, ahead, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS))
-            async_copy.commit_group()
-            ahead += STEP
-            page = next_page
-            next_page = gl.load(table + gl.minimum(ahead + STEP, last) // BLOCK_SIZE)
-        for i in range(gl.cdiv(end - start, STEP)):
-            slot = i % STAGES
-            refill = (i + STAGES - 1) % STAGES
-            async_copy.wait_group(STAGES - 2)
-            k = k_ring.index(slot).load(K)
-            v = v_ring.index(slot).load(V)
-            async_load(k_ring.index(refill), _tile_address(k_cache, ahead, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS))
-            async_load(v_ring.index(refill), _tile_address(v_cache, ahead, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS))
-            async_copy.commit_group()
-            ahead += STEP
-            page = next_page
-            next_page = gl.load(table + gl.minimum(ahead + STEP, last) // BLOCK_SIZE)
-            score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
-            live = gl.expand_dims(first, 1) + token_in_tile < end
-            first += STEP
-            if QUANTIZED:
-                score *= gl.expand_dims(ks * qk_scale, 2)
-                ks = _load_scales(k_scale, first, scale_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-            else:
-                score *= qk_scale
-            score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
-            new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
-            correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
-            p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
-            maximum = new_maximum
-            normaliser = normaliser * correction + p
-            if QUANTIZED:
-                p *= gl.expand_dims(vs, 2)
-                vs = _load_scales(v_scale, first, scale_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-                scale_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
-            p = gl.convert_layout(p.to(dtype), B)
-            acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
-        async_copy.wait_group(0)
+        if QUANTIZED:
+            ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+            vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+        token_in_tile = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)
+        # Finite, because a warp may have no token at all; probabilities of INT8 are shifted to at most 2^8 (see _kernels).
+        maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
+        normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
+        acc = gl.zeros([W, D, 8], gl.float32, MMA)
+        if STAGES == 0:
+            for _ in range(gl.cdiv(end - start, STEP)):
+                score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
+                live = gl.expand_dims(first, 1) + token_in_tile < end
+                first += STEP
+                page = next_page
+                next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
+                k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
+                if QUANTIZED:
+                    score *= gl.expand_dims(ks * qk_scale, 2)
+                    ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+                else:
+                    score *= qk_scale
+                score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
+                new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
+                correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
+                p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
+                maximum = new_maximum
+                normaliser = normaliser * correction + p
+                if QUANTIZED:
+                    p *= gl.expand_dims(vs, 2)
+                    vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+                p = gl.convert_layout(p.to(dtype), B)
+                acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
+                v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+        else:
+            SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, WORDS // 4), [2, 1, 0])
+            k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, W, 16, WORDS], SHARED)
+            v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, W, 16, WORDS], SHARED)
+            ahead = first
+            scale_page = next_page
+            for stage in gl.static_range(STAGES - 1):
+                async_load(k_ring.index(stage), _tile_address(k_cache, ahead, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS))
+                async_load(v_ring.index(stage), _tile_address(v_cache, ahead, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS))
+                async_copy.commit_group()
+                ahead += STEP
+                page = next_page
+                next_page = gl.load(table + gl.minimum(ahead + STEP, last) // BLOCK_SIZE)
+            for i in range(gl.cdiv(end - start, STEP)):
+                slot = i % STAGES
+                refill = (i + STAGES - 1) % STAGES
+                async_copy.wait_group(STAGES - 2)
+                k = k_ring.index(slot).load(K)
+                v = v_ring.index(slot).load(V)
+                async_load(k_ring.index(refill), _tile_address(k_cache, ahead, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS))
+                async_load(v_ring.index(refill), _tile_address(v_cache, ahead, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS))
+                async_copy.commit_group()
+                ahead += STEP
+                page = next_page
+                next_page = gl.load(table + gl.minimum(ahead + STEP, last) // BLOCK_SIZE)
+                score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
+                live = gl.expand_dims(first, 1) + token_in_tile < end
+                first += STEP
+                if QUANTIZED:
+                    score *= gl.expand_dims(ks * qk_scale, 2)
+                    ks = _load_scales(k_scale, first, scale_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+                else:
+                    score *= qk_scale
+                score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
+                new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
+                correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
+                p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
+                maximum = new_maximum
+                normaliser = normaliser * correction + p
+                if QUANTIZED:
+                    p *= gl.expand_dims(vs, 2)
+                    vs = _load_scales(v_scale, first, scale_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+                    scale_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
+                p = gl.convert_layout(p.to(dtype), B)
+                acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
+            async_copy.wait_group(0)
 
-    # The warps of the program add up.
-    weight_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, MMA))
-    top = gl.max(maximum, 0)
-    weight = gl.exp2(maximum - gl.expand_dims(top, 0))
-    total = gl.sum(gl.sum(normaliser, 1) * weight, 0)
-    result = gl.sum(acc * gl.expand_dims(weight, 1), 0) / gl.expand_dims(gl.convert_layout(total, weight_layout), 0)
-    X: gl.constexpr = 1 if QUANTIZED else D // 64
-    result = gl.reshape(gl.permute(result, (1, 0)), [8, X, D // X // 8, 8])  # rows were (x, e, g)
-    OUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [W, 1], [1, 0])
-    result = gl.convert_layout(gl.reshape(gl.permute(result, (0, 1, 3, 2)), [8, D]), OUT)
-    head = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, OUT)), 1)
-    dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, OUT)), 0)
-    out_group = out + seq.to(gl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
-    if pieces == 1:
-        gl.store(out_group + head * out_stride_head + dim, result.to(out.dtype.element_ty), mask=head + 0 * dim < GROUP)
-        return
-
-    row = (item * KV_HEADS + kv_head) * GROUP
-    gl.store(partial + row.to(gl.int64) * D + (head * D + dim), result, mask=head + 0 * dim < GROUP)
-    column = gl.arange(0, 8, weight_layout)
-    gl.store(lse + row + column, gl.convert_layout(top + gl.log2(total), weight_layout), mask=column < GROUP)
-    if FUSED_MERGE:
-        debug_barrier()  # every thread's part is written before one of them announces it
-        done = gl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel")
-        if done == pieces - 1:
-            gl.store(arrived + seq * KV_HEADS + kv_head, 0)
-            for g in gl.static_range(GROUP):
-                row = (origin * KV_HEADS + kv_head) * GROUP + g
-                _merge_pieces(partial, lse, row, pieces, KV_HEADS * GROUP, out_group + g * out_stride_head, D, OUT)
+        # The warps of the program add up.
+        top = gl.max(gl.convert_layout(maximum, EACH), 0)
+        weight = gl.exp2(maximum - gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(1, MMA))), 0))
+        total = gl.sum(gl.convert_layout(gl.sum(normaliser, 1) * weight, EACH), 0)
+        result = gl.sum(gl.convert_layout(acc * gl.expand_dims(weight, 1), SUM), 0)
+        result = gl.reshape(gl.permute(result, (1, 0)), [8, X, D // X // 8, 8])  # rows were (x, e, g)
+        result = gl.convert_layout(gl.reshape(gl.permute(result, (0, 1, 3, 2)), [8, D]), OUT)
+        result = result / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, OUT)), 1)
+        out_head = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, OUT)), 1)
+        out_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, OUT)), 0)
+        live = out_head + 0 * out_dim < GROUP
+        out_group = out + seq.to(gl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
+        if pieces == 1:
+            gl.store(out_group + out_head * out_stride_head + out_dim, result.to(out.dtype.element_ty), mask=live)
+        else:
+            row = (item * KV_HEADS + kv_head) * GROUP
+            gl.store(partial + row.to(gl.int64) * D + (out_head * D + out_dim), result, mask=live)
+            column = gl.arange(0, 8, gl.SliceLayout(0, EACH))
+            gl.store(lse + row + column, top + gl.log2(total), mask=column < GROUP)
+            if FUSED_MERGE:
+                debug_barrier()  # every thread's part is written before one of them announces it
+                done = gl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel")
+                if done == pieces - 1:
+                    gl.store(arrived + seq * KV_HEADS + kv_head, 0)
+                    for g in gl.static_range(GROUP):
+                        row = (origin * KV_HEADS + kv_head) * GROUP + g
+                        _merge_pieces(partial, lse, row, pieces, KV_HEADS * GROUP, out_group + g * out_stride_head, D, ROWS)
 
 
 @gluon.jit

@@ -18,9 +18,6 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from nanoserve_plugins.attention._kernels import qk_scale
-from nanoserve_plugins.attention._prefill import fresh_rows, query_tiles, table_offsets, tile_records, to_device
-from nanoserve_plugins.attention.triton_flash import FlashPlan, TritonFlashBackend, TritonFlashConfig
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,6 +34,16 @@ from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.attention._kernels import qk_scale
+from nanoserve_plugins.attention._prefill import (
+    fresh_rows,
+    query_tiles,
+    section_tokens,
+    table_offsets,
+    tile_records,
+    to_device,
+)
+from nanoserve_plugins.attention.triton_flash import FlashPlan, TritonFlashBackend, TritonFlashConfig
 
 # Two names that changed between Triton 3.6 and 3.9.
 tma_load = tma.async_load if "async_load" in tma.__all__ else tma.async_copy_global_to_shared
@@ -230,9 +237,8 @@ def _consume(
         p = gl.convert_layout(weight.to(dtype), p_layout)
         state = (p, gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout), maximum, gl.sum(weight, 1))
 
-        for tile in range(1, unmasked):
-            limit = visible
-            state = _step(q, k_ring, v_ring, turn, W, count, state, scale, limit, False, BLOCK_N, PING_PONG)
+        for _ in range(1, unmasked):
+            state = _step(q, k_ring, v_ring, turn, W, count, state, scale, visible, False, BLOCK_N, PING_PONG)
             count += 1
         # The last tile is often at most half visible; then half of it is all that is computed.
         first_masked = gl.maximum(unmasked, 1)
@@ -381,12 +387,12 @@ def flash_kernel(
                         HEADS, GROUP, KV_HEADS, PAGE, HEAD_ROWS, BOX)),
         ],
         [4, 1, 1],
-        [232, 40, 40],
+        [240 if BOX == BLOCK_N else 232, 24 if BOX == BLOCK_N else 40, 24 if BOX == BLOCK_N else 40],
     )
     # fmt: on
 
 
-# -- pages of another dtype -----------------------------------------------------------------------------------------
+# -- pages of another dtype -------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -395,61 +401,45 @@ def unpack_kernel(
     v_cache,
     k_scale,
     v_scale,
-    k_out,  # [scratch tokens, kv_heads, HEAD_DIM], 16-bit
-    v_out,
+    scratch,  # [2, kv_heads, HEAD_ROWS, HEAD_DIM]: K, then V, in the compute dtype
     records,
     block_table,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """K and V of one tile of TOKENS cached tokens and one KV head, as ``gather`` would return them."""
-    record = records + tl.program_id(0) // KV_HEADS * 4
-    kv_head = tl.program_id(0) % KV_HEADS
+    """One tile of TOKENS cached tokens of one KV head's K or V, as ``gather`` would return them."""
+    record = records + tl.program_id(0) // (2 * KV_HEADS) * 4
+    head = tl.program_id(0) % (2 * KV_HEADS)
     source, row, num_rows, position = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
     token = tl.arange(0, TOKENS)
     live = token < num_rows
     page = tl.load(block_table + source + (position + token) // PAGE, mask=live, other=0).to(tl.int64)
-    cache_row = (page * KV_HEADS + kv_head) * PAGE + (position + token) % PAGE
+    cache_row = (page * KV_HEADS + head % KV_HEADS) * PAGE + (position + token) % PAGE
     dim = tl.arange(0, HEAD_DIM)
     element = cache_row[:, None] * HEAD_DIM + dim[None, :]
-    out_row = (row + token).to(tl.int64) * KV_HEADS + kv_head
-    target = out_row[:, None] * HEAD_DIM + dim[None, :]
-    k = tl.load(k_cache + element, mask=live[:, None], other=0).to(tl.float32)
-    v = tl.load(v_cache + element, mask=live[:, None], other=0).to(tl.float32)
+    cache = k_cache if head < KV_HEADS else v_cache
+    x = tl.load(cache + element, mask=live[:, None], other=0)
     if QUANTIZED:
-        k *= tl.load(k_scale + cache_row, mask=live, other=0.0).to(tl.float32)[:, None]
-        v *= tl.load(v_scale + cache_row, mask=live, other=0.0).to(tl.float32)[:, None]
-    tl.store(k_out + target, k.to(k_out.dtype.element_ty), mask=live[:, None])
-    tl.store(v_out + target, v.to(v_out.dtype.element_ty), mask=live[:, None])
+        scales = k_scale if head < KV_HEADS else v_scale
+        x = x.to(tl.float32) * tl.load(scales + cache_row, mask=live, other=0.0).to(tl.float32)[:, None]
+    target = (head.to(tl.int64) * HEAD_ROWS + row + token)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(scratch + target, x.to(scratch.dtype.element_ty), mask=live[:, None])
 
 
+BLOCK_N = 128  # keys of a tile
 UNPACK_TOKENS = 64
 
 
 # -- backend ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """block_n: keys of a tile; stages: K/V tiles in flight; q_stages: query tiles in shared memory."""
-
-    block_n: int
-    stages: int
-    q_stages: int
-    q_registers: bool
-    ping_pong: bool
-
-
-LONG = Variant(block_n=128, stages=2, q_stages=2, q_registers=False, ping_pong=False)
-SHORT = Variant(block_n=64, stages=4, q_stages=1, q_registers=True, ping_pong=False)
-
-
 @dataclass(slots=True)
 class Group:
-    """Sequences that one launch serves. unpack: records of the INT8 context to unpack first, or None."""
+    """Sequences that one launch serves. unpack: records of the context to unpack first, or None."""
 
     records: torch.Tensor
     unpack: torch.Tensor | None = None
@@ -457,11 +447,11 @@ class Group:
 
 @dataclass(slots=True)
 class HopperPlan:
-    """dense: K and V are not the cache's but dense: the step's own, or unpacked."""
+    """dense: a fresh prompt, whose K and V are the step's own. ping_pong: consumers take turns at the tensor cores."""
 
-    variant: Variant
     groups: list[Group]
     dense: bool
+    ping_pong: bool
 
 
 class HopperFlashBackend(AttentionBackend):
@@ -475,6 +465,8 @@ class HopperFlashBackend(AttentionBackend):
             raise ConfigError(f"attention.scratch_tokens must be at least 1, not {options.scratch_tokens}")
         self.group = context.num_q_heads // context.num_kv_heads
         self.heads = 2 if self.group % 2 == 0 else 1
+        self.tokens = 2 * ROWS.value // self.heads
+        self.section = section_tokens(context)
         self.few_tokens = TritonFlashBackend(context, TritonFlashConfig(), capability)
         on_gpu = context.device.type == "cuda"
         self.num_programs = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
@@ -482,38 +474,38 @@ class HopperFlashBackend(AttentionBackend):
         self.scratch = self._new_scratch() if context.kv.name == "int8" else None
 
     def _new_scratch(self) -> torch.Tensor:
-        """K and V ``[2, scratch_tokens, kv_heads, head_dim]`` in the compute dtype; finite, as TMA tiles must be."""
+        """K and V ``[2, kv_heads, scratch_tokens, head_dim]`` in the compute dtype; finite, as TMA tiles must be."""
         context = self.context
-        size = (2, self.scratch_tokens, context.num_kv_heads, context.head_dim)
+        size = (2, context.num_kv_heads, self.scratch_tokens, context.head_dim)
         return torch.zeros(size, dtype=context.dtype, device=context.device)
 
     def plan_prefill(self, meta: PrefillMetadata) -> HopperPlan | FlashPlan:
         if meta.max_seqlen_q <= 128:
             return self.few_tokens.plan_prefill(meta)
-        return self.plan(meta, SHORT if meta.max_seqlen_k <= 2048 else LONG)
+        return self.plan(meta, ping_pong=meta.max_seqlen_k <= 4096)
 
-    def plan(self, meta: PrefillMetadata, variant: Variant) -> HopperPlan:
-        device = self.context.device
-        tokens = 2 * ROWS.value // self.heads
-        if not meta.has_prefix:
-            return HopperPlan(variant, [Group(to_device(query_tiles(meta, tokens, fresh_rows(meta)), device))], True)
-        if self.context.kv.layers[0].k.dtype == self.context.dtype:
-            return HopperPlan(variant, [Group(to_device(query_tiles(meta, tokens), device))], False)
-        if self.scratch is None:  # an unquantised cache whose dtype is not the compute dtype
-            self.scratch = self._new_scratch()
-        return HopperPlan(variant, self._unpacked_groups(meta, tokens), True)
+    def plan(self, meta: PrefillMetadata, ping_pong: bool) -> HopperPlan:
+        if meta.has_prefix and self.context.kv.layers[0].k.dtype != self.context.dtype:
+            if self.scratch is None:  # an unquantised cache whose dtype is not the compute dtype
+                self.scratch = self._new_scratch()
+            return HopperPlan(self._unpacked_groups(meta), False, ping_pong)
+        dense = not meta.has_prefix
+        records = query_tiles(meta, self.tokens, self.section, fresh_rows(meta) if dense else None)
+        return HopperPlan([Group(to_device(records, self.context.device))], dense, ping_pong)
 
-    def _unpacked_groups(self, meta: PrefillMetadata, tokens: int) -> list[Group]:
+    def _unpacked_groups(self, meta: PrefillMetadata) -> list[Group]:
         """Runs of sequences whose contexts fit the scratch together."""
         starts_q, starts_k = np.array(meta.cu_seqlens_q_cpu), np.array(meta.cu_seqlens_k_cpu)
-        offsets, groups, first = table_offsets(meta), [], 0
+        device, offsets, first = self.context.device, table_offsets(meta), 0
+        groups = []
         while first < meta.num_seqs:
             last = max(first + 1, int(np.searchsorted(starts_k, starts_k[first] + self.scratch_tokens, "right")) - 1)
             some, queries = slice(first, last), np.diff(starts_q)[first:last]
             contexts, key_rows = np.diff(starts_k)[some], starts_k[some] - starts_k[first]
-            unpack = tile_records(contexts, offsets[some], key_rows, np.zeros_like(key_rows), UNPACK_TOKENS)
-            records = tile_records(queries, key_rows, starts_q[some], contexts - queries, tokens)
-            groups.append(Group(to_device(records, self.context.device), to_device(unpack, self.context.device)))
+            start = np.zeros_like(key_rows)
+            unpack = tile_records(contexts, offsets[some], key_rows, start, UNPACK_TOKENS, self.section)
+            records = tile_records(queries, key_rows, starts_q[some], contexts - queries, self.tokens, self.section)
+            groups.append(Group(to_device(records, device), to_device(unpack, device)))
             first = last
         return groups
 
@@ -530,54 +522,57 @@ class HopperFlashBackend(AttentionBackend):
         if isinstance(plan, FlashPlan):
             self.few_tokens.prefill(q, k, v, layer, meta, out)
             return
-        if not plan.dense:
-            k, v = layer.k, layer.v
         for group in plan.groups:
-            if group.unpack is not None and self.scratch is not None:
-                k, v = self._unpack(layer, meta, group.unpack, self.scratch)
-            self._attend(q, k, v, meta, plan, group.records, out)
+            if plan.dense:
+                page, head_rows, box = 0, 0, BLOCK_N
+                keys, values = head_descriptor(k, box), head_descriptor(v, box)
+            elif group.unpack is not None and self.scratch is not None:
+                self._unpack(layer, meta, group.unpack, self.scratch)
+                page, head_rows, box = 0, self.scratch_tokens, BLOCK_N
+                keys, values = (row_descriptor(x, box) for x in self.scratch)
+            else:
+                page, head_rows = self.context.block_size, 0
+                box = min(BLOCK_N, page & -page)
+                keys, values = row_descriptor(layer.k, box), row_descriptor(layer.v, box)
+            self._attend(q, keys, values, meta, group.records, out, page, head_rows, box)
 
-    def _unpack(
-        self, layer: LayerCache, meta: PrefillMetadata, records: torch.Tensor, scratch: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _unpack(self, layer: LayerCache, meta: PrefillMetadata, records: torch.Tensor, scratch: torch.Tensor) -> None:
         context = self.context
-        k, v = scratch
-        unpack_kernel[(records.shape[0] * context.num_kv_heads,)](
+        unpack_kernel[(records.shape[0] * 2 * context.num_kv_heads,)](
             layer.k,
             layer.v,
             layer.k_scale,
             layer.v_scale,
-            k,
-            v,
+            scratch,
             records,
             meta.block_table,
             KV_HEADS=context.num_kv_heads,
             PAGE=context.block_size,
             HEAD_DIM=context.head_dim,
+            HEAD_ROWS=self.scratch_tokens,
             TOKENS=UNPACK_TOKENS,
             QUANTIZED=layer.k_scale is not None,
             num_warps=4,
         )
-        return k, v
 
     def _attend(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        keys: TensorDescriptor,
+        values: TensorDescriptor,
         meta: PrefillMetadata,
-        plan: HopperPlan,
         records: torch.Tensor,
         out: torch.Tensor,
+        page: int,
+        head_rows: int,
+        box: int,
     ) -> None:
-        context, variant = self.context, plan.variant
-        page = 0 if plan.dense else context.block_size
-        box = variant.block_n if plan.dense else min(variant.block_n, page & -page)
+        context = self.context
         num_work = records.shape[0] * (context.num_q_heads // self.heads)
         flash_kernel[(min(num_work, self.num_programs),)](
             head_descriptor(q, ROWS.value),
-            head_descriptor(k, box) if plan.dense else page_descriptor(k, box, variant.block_n),
-            head_descriptor(v, box) if plan.dense else page_descriptor(v, box, variant.block_n),
+            keys,
+            values,
             out,
             records,
             num_work,
@@ -588,12 +583,11 @@ class HopperFlashBackend(AttentionBackend):
             KV_HEADS=context.num_kv_heads,
             HEAD_DIM=context.head_dim,
             PAGE=page,
+            HEAD_ROWS=head_rows,
             BOX=box,
-            BLOCK_N=variant.block_n,
-            STAGES=variant.stages,
-            Q_STAGES=variant.q_stages,
-            Q_REGISTERS=variant.q_registers,
-            PING_PONG=variant.ping_pong,
+            BLOCK_N=BLOCK_N,
+            STAGES=2 if context.head_dim > 64 else 4,
+            PING_PONG=meta.plan.ping_pong,
             num_warps=4,
         )
 
@@ -608,11 +602,11 @@ def head_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]], SWIZZLED)
 
 
-def page_descriptor(cache: torch.Tensor, rows: int, block_n: int) -> TensorDescriptor:
-    """Boxes of ``rows`` keys: whole tiles where a page holds them, else panels of 64 columns."""
-    head_dim = cache.shape[-1]
-    width = head_dim if rows == block_n else PANEL.value
-    return TensorDescriptor(cache, [cache.numel() // head_dim, head_dim], [head_dim, 1], [rows, width], SWIZZLED)
+def row_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Boxes of ``rows`` keys of x ``[…, head_dim]``, contiguous: whole tiles where a page holds them, else panels."""
+    head_dim = x.shape[-1]
+    width = head_dim if rows == BLOCK_N else PANEL.value
+    return TensorDescriptor(x, [x.numel() // head_dim, head_dim], [head_dim, 1], [rows, width], SWIZZLED)
 
 
 @hookimpl

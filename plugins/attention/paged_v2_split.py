@@ -50,19 +50,20 @@ class PagedV2SplitBackend(AttentionBackend):
         self.quantized = context.kv.name == "int8"
         self.head_dim_padded = max(64 if self.quantized else 16, triton.next_power_of_2(context.head_dim))
         if self.quantized:
-            self.tile, self.num_warps, programs_per_sm = 16, 1, 12
+            self.tile, self.num_warps, programs_per_sm = 16, 1, (12, 12)
         else:
-            self.tile, self.num_warps, programs_per_sm = 64, 4, 2
-            self.tile = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize))
-        programs = programs_per_sm * num_multiprocessors(context.device)
-        target = options.num_splits or programs // context.num_kv_heads
-        self.work = WorkList(context, self.head_dim_padded, step=self.tile, target=target)
+            tile = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize))
+            self.tile, self.num_warps, programs_per_sm = tile, 4, (2, 3)
+        programs = [n * num_multiprocessors(context.device) // context.num_kv_heads for n in programs_per_sm]
+        self.programs = [options.num_splits or max(n, 1) for n in programs]
+        self.work = WorkList(context, self.head_dim_padded, self.tile, max(self.programs))
         self.fused_merge_from = 16 if self.quantized else 1
         self.asm = context.device.type == "cuda" and context.dtype != torch.float32
-        self.launch = {"launch_pdl": True} if supports_pdl(context.device) else {}
+        self.pdl = supports_pdl(context.device)
+        self.max_registers = 168 if self.quantized and context.head_dim <= 128 else None
 
     def plan_decode(self, meta: DecodeMetadata) -> int:
-        return self.work.plan(meta)
+        return self.work.plan(meta, self.programs[meta.num_seqs > self.programs[0]])
 
     def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
         context, work = self.context, self.work
@@ -76,6 +77,7 @@ class PagedV2SplitBackend(AttentionBackend):
             layer.v_scale,
             meta.block_table,
             work.items,
+            work.ranges,
             work.partial,
             work.lse,
             work.arrived,
@@ -90,17 +92,18 @@ class PagedV2SplitBackend(AttentionBackend):
             BLOCK_SIZE=context.block_size,
             QUANTIZED=self.quantized,
             ASM=self.asm,
-            PDL=bool(self.launch),
+            PDL=self.pdl,
             FUSED_MERGE=fused_merge,
             M=8 if self.quantized and context.num_q_heads <= 8 * context.num_kv_heads else 16,
             D=self.head_dim_padded,
             N=self.tile,
             num_warps=self.num_warps,
             num_stages=1 if self.quantized else 3,
-            **self.launch,
+            maxnreg=self.max_registers,
+            launch_pdl=self.pdl,
         )
         if not fused_merge:
-            work.merge(out, meta.num_seqs, **self.launch)
+            work.merge(out, meta.num_seqs, self.pdl)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -112,6 +115,7 @@ def paged_v2_split_kernel(
     v_scale,
     block_table,
     items,
+    ranges,
     partial,
     lse,
     arrived,
@@ -134,87 +138,89 @@ def paged_v2_split_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
 ):
-    """q, out ``[num_seqs, q_heads, head_dim]``; grid (kv_heads, items). Scratch as ``WorkList`` describes it.
+    """q, out ``[num_seqs, q_heads, head_dim]``; grid (kv_heads, programs). Scratch as ``WorkList`` describes it.
 
     QUANTIZED: the caches are int32 words. Their row of D / 4 words pads HEAD_DIM / 4 to 16 or more.
     """
     kv_head = tl.program_id(0)
-    item = tl.program_id(1)
+    program = tl.program_id(1)
     if PDL:
-        gdc_launch_dependents()
+        if not FUSED_MERGE:
+            gdc_launch_dependents()
         gdc_wait()
-    seq = tl.load(items + item * 8)
-    start = tl.load(items + item * 8 + 1)
-    end = tl.load(items + item * 8 + 2)
-    first = tl.load(items + item * 8 + 3)
-    pieces = tl.load(items + item * 8 + 4)
-    if seq < 0:
-        return
-    q_group = q + seq.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
-    out_group = out + seq.to(tl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
-    block_row = block_table + seq.to(tl.int64) * table_stride
-    if QUANTIZED:
-        acc, maximum, normaliser = attend_group_words(
-            q_group,
-            q_stride_head,
-            k_cache,
-            v_cache,
-            k_scale,
-            v_scale,
-            block_row,
-            kv_head,
-            start,
-            end,
-            qk_scale,
-            KV_HEADS,
-            GROUP,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            ASM,
-            M,
-            D // 4,
-            N,
-        )
-    else:
-        acc, maximum, normaliser = attend_group(
-            q_group,
-            q_stride_head,
-            k_cache,
-            v_cache,
-            k_scale,
-            v_scale,
-            block_row,
-            kv_head,
-            start,
-            end,
-            qk_scale,
-            KV_HEADS,
-            GROUP,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            False,
-            M,
-            D,
-            N,
-        )
-    acc = acc / normaliser[:, None]
-    if pieces == 1:
-        store_heads(out_group, out_stride_head, acc, GROUP, HEAD_DIM)
-        return
-
-    head = tl.arange(0, M)
-    row = (item * KV_HEADS + kv_head) * GROUP
-    store_heads(partial + row.to(tl.int64) * D, D, acc, GROUP, D)
-    tl.store(lse + row + head, maximum + tl.log2(normaliser), mask=head < GROUP)
-    if FUSED_MERGE:
-        tl.debug_barrier()  # every thread's part is written before one of them announces it
-        done = tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel")
-        if done == pieces - 1:
-            tl.store(arrived + seq * KV_HEADS + kv_head, 0)
-            for g in range(GROUP):
-                row = (first * KV_HEADS + kv_head) * GROUP + g
-                merged = merge_pieces(partial, lse, row, pieces, KV_HEADS * GROUP, D, P=8)
-                store_heads(out_group + g * out_stride_head, 0, merged[None, :], 1, HEAD_DIM)
+    begin = tl.load(ranges + program)
+    stop = tl.load(ranges + program + 1)
+    for item in range(begin, stop):
+        seq = tl.load(items + item * 8)
+        start = tl.load(items + item * 8 + 1)
+        end = tl.load(items + item * 8 + 2)
+        first = tl.load(items + item * 8 + 3)
+        pieces = tl.load(items + item * 8 + 4)
+        q_group = q + seq.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
+        out_group = out + seq.to(tl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
+        block_row = block_table + seq.to(tl.int64) * table_stride
+        if QUANTIZED:
+            acc, maximum, normaliser = attend_group_words(
+                q_group,
+                q_stride_head,
+                k_cache,
+                v_cache,
+                k_scale,
+                v_scale,
+                block_row,
+                kv_head,
+                start,
+                end,
+                qk_scale,
+                KV_HEADS,
+                GROUP,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                ASM,
+                M,
+                D // 4,
+                N,
+            )
+        else:
+            acc, maximum, normaliser = attend_group(
+                q_group,
+                q_stride_head,
+                k_cache,
+                v_cache,
+                k_scale,
+                v_scale,
+                block_row,
+                kv_head,
+                start,
+                end,
+                qk_scale,
+                KV_HEADS,
+                GROUP,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                False,
+                M,
+                D,
+                N,
+            )
+        acc = acc / normaliser[:, None]
+        if pieces == 1:
+            store_heads(out_group, out_stride_head, acc, GROUP, HEAD_DIM)
+        else:
+            head = tl.arange(0, M)
+            row = (item * KV_HEADS + kv_head) * GROUP
+            store_heads(partial + row.to(tl.int64) * D, D, acc, GROUP, D)
+            tl.store(lse + row + head, maximum + tl.log2(normaliser), mask=head < GROUP)
+            if FUSED_MERGE:
+                tl.debug_barrier()  # every thread's part is written before one of them announces it
+                done = tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel")
+                if done == pieces - 1:
+                    tl.store(arrived + seq * KV_HEADS + kv_head, 0)
+                    dim = tl.arange(0, D)
+                    for g in range(GROUP):
+                        row = (first * KV_HEADS + kv_head) * GROUP + g
+                        merged = merge_pieces(partial, lse, row, pieces, KV_HEADS * GROUP, dim, D, P=8)
+                        store_heads(out_group + g * out_stride_head, 0, merged[None, :], 1, HEAD_DIM)
 
 
 @hookimpl

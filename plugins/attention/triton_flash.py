@@ -13,6 +13,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, PrefillMetadata
+from nanoserve.contracts.capabilities import Capabilities
+from nanoserve.contracts.kvcache import LayerCache
+from nanoserve.hookspecs import hookimpl
 from nanoserve_plugins.attention._kernels import qk_scale
 from nanoserve_plugins.attention._prefill import (
     compute_capability,
@@ -21,12 +27,6 @@ from nanoserve_plugins.attention._prefill import (
     section_tokens,
     to_device,
 )
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, PrefillMetadata
-from nanoserve.contracts.capabilities import Capabilities
-from nanoserve.contracts.kvcache import LayerCache
-from nanoserve.hookspecs import hookimpl
 
 
 @dataclass(frozen=True)
@@ -170,18 +170,22 @@ class FlashPlan:
     dense: bool
 
 
-def choose_tile(head_dim: int, group: int, itemsize: int, max_seqlen_q: int, capability: tuple[int, int]) -> Tile:
+def choose_tile(context: AttentionContext, meta: PrefillMetadata, capability: tuple[int, int]) -> Tile:
     """Measured on an H200 for 16-bit types at head size 128; elsewhere what fits shared memory without spills."""
-    if itemsize == 4:
+    head_dim, group = context.head_dim, context.num_q_heads // context.num_kv_heads
+    if context.dtype.itemsize == 4:
         return Tile(16, 16, 4, 1)
-    block_m = 64 if max_seqlen_q * group > 32 else 32
+    block_m = 64 if meta.max_seqlen_q * group > 32 else 32
     if head_dim > 128:
         return Tile(block_m, 32, 8, 2)
     if capability < (9, 0):
         return Tile(block_m, 64 if head_dim <= 64 else 32, 4, 2)
-    if max_seqlen_q <= 512:
-        return Tile(block_m, 32, 4, 3)
-    return Tile(block_m, 64, 4, 3)
+    scattered = meta.has_prefix and context.block_size < 64  # keys of a tile lie in several blocks
+    if block_m == 64 and meta.max_seqlen_k > 2048:
+        return Tile(128, 64 if scattered else 128, 8, 3)
+    if 64 < meta.max_seqlen_q <= 128 and not scattered:
+        return Tile(block_m, 64, 4, 2)
+    return Tile(block_m, 32, 4, 2 if meta.max_seqlen_q <= 256 else 3)
 
 
 class TritonFlashBackend(AttentionBackend):
@@ -198,9 +202,7 @@ class TritonFlashBackend(AttentionBackend):
         self.use_tma = options.use_tma and self.capability >= (9, 0) and power_of_two
 
     def plan_prefill(self, meta: PrefillMetadata) -> FlashPlan:
-        context = self.context
-        tile = choose_tile(context.head_dim, self.group, context.dtype.itemsize, meta.max_seqlen_q, self.capability)
-        return self.plan(meta, tile)
+        return self.plan(meta, choose_tile(self.context, meta, self.capability))
 
     def plan(self, meta: PrefillMetadata, tile: Tile) -> FlashPlan:
         dense = not meta.has_prefix

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from nanoserve_plugins.attention._kernels import qk_scale
 
 from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, PrefillMetadata
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.attention._kernels import qk_scale
 
 
 @dataclass(frozen=True)

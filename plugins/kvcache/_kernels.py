@@ -40,8 +40,11 @@ def _int8_scale(magnitude):
 
 @triton.jit
 def _int8_round(x, scale):
-    """Half away from zero, as spec'd; the ratio is IEEE, or the last bit would differ from the reference."""
-    ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    """x / scale, half away from zero, as spec'd. The quotient must be IEEE's, or a tie would fall to the other side:
+    from the reciprocal, one step of correction gives it (Markstein, 1990) in 3 instructions instead of about 10."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    ratio = x * inverse
+    ratio = tl.fma(tl.fma(-ratio, scale[:, None], x), inverse, ratio)
     return tl.where(ratio >= 0, ratio + 0.5, ratio - 0.5).to(tl.int8)
 
 
@@ -201,6 +204,7 @@ def norm_rope_store_kernel(
 
 
 ROWS = 16  # vectors of K and of V that one program stores
+MAX_HEADS, HEADS_PER_WARP = 8, 4  # of one program that normalises, rotates and stores
 
 
 def _supports_pdl(x: torch.Tensor) -> bool:
@@ -258,7 +262,7 @@ def norm_rope_store(
     quantized = layer.k_scale is not None
     out_heads = total_heads if quantized else q_heads + kv_heads
     fused = qkv.new_empty(num_tokens, out_heads, head_dim)
-    heads = largest_power_of_two(math.gcd(q_heads, kv_heads), 8)
+    heads = largest_power_of_two(math.gcd(q_heads, kv_heads), MAX_HEADS)
     pdl = _supports_pdl(qkv)
     if num_tokens:
         norm_rope_store_kernel[(num_tokens * (total_heads // heads),)](
@@ -284,7 +288,7 @@ def norm_rope_store(
             HEADS=heads,
             QUANTIZED=quantized,
             PDL=pdl,
-            num_warps=max(1, heads // 4),
+            num_warps=max(1, heads // HEADS_PER_WARP),
             launch_pdl=pdl,
         )
     q, k = fused[:, :q_heads], fused[:, q_heads : q_heads + kv_heads]

@@ -1,9 +1,10 @@
-"""Prefill and store kernels on a GPU: compile in parallel, check against float64, time beside torch's kernels.
+"""Prefill and store kernels on a GPU: compiled in parallel, checked against float64, timed beside torch's kernels.
 
-    python tests/gpu/prefill_bench.py compile check time store     # any of the stages, in this order
+    python tests/gpu/prefill_bench.py compile check time store host     # any of these stages, in this order
+    python tests/gpu/prefill_bench.py time=8x1024,4x4096 tune=8x1024    # some shapes; tune: more variants of them
 
-Times are medians of CUDA-graph replays, all candidates of a shape in turn, so that clocks and heat are the same for
-all. Shapes are Qwen3-0.6B's: 16 query heads, 8 KV heads, head size 128, bf16 unless said.
+Times are medians of CUDA-graph replays, all candidates of a shape in a new random order each round, so that clocks and
+heat are the same for all. Shapes are Qwen3-0.6B's: 16 query heads, 8 KV heads, head size 128, bf16 unless said.
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ import functools
 import itertools
 import os
 import random
-import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import torch.nn.functional as F
-from nanoserve_plugins.attention import hopper_flash, triton_flash, triton_varlen
-from nanoserve_plugins.attention.hopper_flash import HopperFlashBackend, HopperFlashConfig, Variant
+from nanoserve_plugins.attention.hopper_flash import HopperFlashBackend, HopperFlashConfig
 from nanoserve_plugins.attention.triton_flash import Tile, TritonFlashBackend, TritonFlashConfig
 from nanoserve_plugins.attention.triton_varlen import TritonVarlenBackend, TritonVarlenConfig
 from nanoserve_plugins.kvcache import _kernels
@@ -33,108 +32,115 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheSpec
+from nanoserve.ops.rope import qk_norm_rope
 from nanoserve.testing.attention import make_case, make_context, relative_error
+
+sys.path.insert(0, os.path.dirname(__file__))
+from timing import GraphTimer, copy_bandwidth
 
 FORMATS = {
     "bf16": KVCacheSpec("bf16", "", Capabilities(), BF16Config, BF16KVCache),
     "int8": KVCacheSpec("int8", "", Capabilities(), Int8Config, Int8KVCache),
 }
 SM90 = (9, 0)
-
-# -- candidates: name → (paged?, function(context) → function(case) → None) --------------------------------------------
-
 TILES = {
-    "64x32w4s2": Tile(64, 32, 4, 2),
-    "64x32w4s3": Tile(64, 32, 4, 3),
-    "64x64w4s2": Tile(64, 64, 4, 2),
-    "64x64w4s3": Tile(64, 64, 4, 3),
-    "128x64w8s3": Tile(128, 64, 8, 3),
-    "128x128w8s2": Tile(128, 128, 8, 2),
-    "128x128w8s3": Tile(128, 128, 8, 3),
-}
-VARIANTS = {
-    "n128": Variant(128, 2, 2, False, False),
-    "n128pp": Variant(128, 2, 2, False, True),
-    "n128q1": Variant(128, 2, 1, False, False),
-    "n64": Variant(64, 4, 1, True, False),
-    "n64pp": Variant(64, 4, 1, True, True),
-    "n64s5": Variant(64, 5, 1, True, False),
+    f"{m}x{n}w{w}s{s}": Tile(m, n, w, s)
+    for m, n, w, s in [(64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3)]
+    + [(128, 128, 8, 2), (128, 128, 8, 3)]
 }
 
 
-def backend_of(kind, context):
-    if kind == "varlen":
-        return TritonVarlenBackend(context, TritonVarlenConfig())
-    if kind == "flash":
-        return TritonFlashBackend(context, TritonFlashConfig(), SM90)
-    backend = HopperFlashBackend(context, HopperFlashConfig(), SM90)
-    backend.num_programs = 132
-    return backend
+@dataclass(frozen=True)
+class Job:
+    """One candidate. name: a tile of triton_flash, "pp" or "no pp" of hopper_flash, "auto", either with "/MiB" of a
+    section. page: 0 lets a fresh prompt use its own K and V; else they come from the cache."""
 
+    kind: str
+    name: str = "auto"
+    page: int = 0
+    kv: str = "bf16"
+    dtype: str = "bfloat16"
+    heads: tuple[int, int] = (16, 8)
+    dim: int = 128
 
-def planned(kind, name, case):
-    """A function that runs one layer of ``case`` with a fixed tile or variant ("auto": the backend's choice)."""
-    backend = backend_of(kind, case.context)
-    meta = case.meta
-    if kind == "varlen":
-        plan = None
-    elif name == "auto":
-        plan = backend.plan_prefill(meta)
-    elif kind == "flash":
-        plan = backend.plan(meta, TILES[name])
-    else:
-        name, _, dynamic = name.partition("/")
-        plan = backend.plan(meta, VARIANTS[name])
-        if dynamic:
-            backend.num_programs = 1 << 30
-    meta = replace(meta, plan=plan)
-    out = torch.empty_like(case.q)
-    return functools.partial(backend.prefill, case.q, case.k, case.v, case.context.kv.layers[0], meta, out), out
+    def __str__(self):
+        source = f"page {self.page}" if self.page else "dense"
+        return f"{self.kind} {self.name} {source}" + (" int8" if self.kv == "int8" else "")
 
+    def case(self, lens, device="cuda", seed=0, poison=None, max_model_len=32768):
+        page = self.page or 256
+        if poison is None:
+            poison = 1e4 if self.kind == "hopper" else float("nan")
+        context = make_context(
+            FORMATS[self.kv],
+            num_q_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            head_dim=self.dim,
+            dtype=getattr(torch, self.dtype),
+            device=device,
+            block_size=page,
+            num_blocks=sum(-(-k // page) for _, k in lens) + 4,
+            max_model_len=max_model_len,
+            poison_value=poison,
+        )
+        case = make_case(context, [k for _, k in lens], [q for q, _ in lens], seed=seed).fused()
+        case.meta.has_prefix |= self.page != 0
+        return case
 
-def build(lens, *, page=256, kv="bf16", paged=False, device="cuda", dtype=torch.bfloat16, heads=(16, 8), dim=128, seed=0,
-          poison=1e4, max_model_len=32768):
-    """lens: (query, context) per sequence. paged: read a fresh prompt from the cache too."""
-    blocks = sum(-(-k // page) for _, k in lens) + 4
-    context = make_context(FORMATS[kv], num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=dim, dtype=dtype,
-                           device=device, block_size=page, num_blocks=blocks, max_model_len=max_model_len,
-                           poison_value=poison)
-    case = make_case(context, [k for _, k in lens], [q for q, _ in lens], seed=seed).fused()
-    if paged:
-        case.meta.has_prefix = True
-    return case
+    def planned(self, case):
+        """(function that runs one layer of ``case``, its output)."""
+        name, _, section = self.name.partition("/")
+        context, meta = case.context, case.meta
+        if self.kind == "varlen":
+            backend = TritonVarlenBackend(context, TritonVarlenConfig())
+        elif self.kind == "flash":
+            backend = TritonFlashBackend(context, TritonFlashConfig(), SM90)
+        else:
+            backend = HopperFlashBackend(context, HopperFlashConfig(), SM90)
+        if section:
+            backend.section = int(section) * (1 << 20) // (4 * context.num_kv_heads * context.head_dim)
+        if name == "auto":
+            plan = backend.plan_prefill(meta)
+        else:
+            plan = backend.plan(meta, TILES[name] if self.kind == "flash" else name == "pp")
+        meta, out = replace(meta, plan=plan), torch.empty_like(case.q)
+        layer = context.kv.layers[0]
+        return functools.partial(backend.prefill, case.q, case.k, case.v, layer, meta, out), out
 
 
 # -- compile ----------------------------------------------------------------------------------------------------------
 
-TIMED = [  # (kind, name, page or 0 for dense)
-    *(("flash", name, page) for name in TILES for page in (0, 256)),
-    *(("flash", name, 16) for name in ("64x32w4s2", "64x32w4s3", "64x64w4s3", "128x64w8s3")),
-    *(("hopper", name, page) for name in VARIANTS for page in (0, 256)),
-    *(("hopper", name, 16) for name in ("n128", "n64")),
-    ("hopper", "n128", 64),
+CHECKED = [
+    Job("varlen", "auto", 16),
+    Job("varlen", "auto", 16, "int8"),
+    Job("flash", "auto", 16),
+    Job("flash", "auto", 256, "int8"),
+    Job("flash", "auto", 16, "int8", "float16"),
+    Job("flash", "auto", 64, "bf16", "float16", (6, 2), 96),
+    Job("flash", "auto", 32, heads=(8, 1), dim=256),
+    Job("flash", "auto", 32, heads=(4, 4), dim=64),
+    Job("hopper", "no pp", 256),
+    Job("hopper", "pp", 16),
+    Job("hopper", "pp", 48, "bf16", "float16", (8, 2), 64),
+    Job("hopper", "no pp", 64, "bf16", "float16", (6, 2)),
+    Job("hopper", "pp", 16, "int8"),
+    Job("hopper", "no pp", 256, "int8", "float16", (5, 5), 64),
 ]
-CHECKED = [  # kind, name, page, kv, dtype, heads, dim
-    ("varlen", "auto", 16, "bf16", "bfloat16", (16, 8), 128),
-    ("varlen", "auto", 16, "int8", "bfloat16", (16, 8), 128),
-    ("flash", "auto", 16, "bf16", "bfloat16", (16, 8), 128),
-    ("flash", "auto", 256, "int8", "bfloat16", (16, 8), 128),
-    ("flash", "auto", 16, "int8", "float16", (16, 8), 128),
-    ("flash", "auto", 64, "bf16", "float16", (6, 2), 96),
-    ("flash", "auto", 32, "bf16", "bfloat16", (8, 1), 256),
-    ("flash", "auto", 32, "bf16", "bfloat16", (4, 4), 64),
-    ("hopper", "n128", 256, "bf16", "bfloat16", (16, 8), 128),
-    ("hopper", "n128pp", 16, "bf16", "bfloat16", (16, 8), 128),
-    ("hopper", "n64", 16, "bf16", "bfloat16", (16, 8), 128),
-    ("hopper", "n64", 48, "bf16", "float16", (8, 2), 64),
-    ("hopper", "n128", 64, "bf16", "float16", (6, 2), 128),
-    ("hopper", "n128", 16, "int8", "bfloat16", (16, 8), 128),
-    ("hopper", "n64", 256, "int8", "float16", (5, 5), 64),
+CANDIDATES = [
+    *(Job("hopper", name, page) for name in ("pp", "no pp") for page in (0, 256, 16)),
+    *(Job("hopper", "auto", page) for page in (0, 256, 16)),
+    *(Job("flash", "auto", page) for page in (0, 256, 16)),
 ]
+TUNED = [
+    *(Job("hopper", f"pp/{mib}") for mib in (4, 8, 16, 48, 4096)),
+    *(Job("flash", tile, page) for tile in TILES for page in (0, 16)),
+]
+INT8 = [Job(kind, "auto", page, "int8") for kind in ("hopper", "flash") for page in (16, 256)]
+INT8_TUNED = [Job("flash", tile, 256, "int8") for tile in TILES]
 
 
 def compile_job(job):
-    """Launch ``job`` on the CPU with a stand-in driver, where a launch only compiles; the real launch finds the cache."""
+    """Launch on the CPU with a stand-in driver, where a launch only compiles; the real launch finds the cache."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -150,72 +156,78 @@ def compile_job(job):
         JITFunction.run = lambda self, *a, grid, warmup, **k: self.really_run(*a, grid=grid, warmup=True, **k)
     torch.set_num_threads(1)
     start = time.time()
-    kind, name, page, kv, dtype, heads, dim = job
-    lens = {True: [(160, 160)], False: [(160, 200)]}
-    for fresh in (True, False) if name == "auto" else (page == 0,):
-        case = build(lens[fresh], page=page or 16, kv=kv, device="cpu", dtype=getattr(torch, dtype), heads=heads, dim=dim,
-                     poison=0.0, max_model_len=4096)
-        planned(kind, name, case)[0]()
-    return job, time.time() - start
+    lengths = [[(160, 160)], [(160, 200)], [(40, 100)], [(300, 300)]] if job.name == "auto" else [[(160, 200)]]
+    for lens in lengths if job.page else [[(q, q) for q, _ in lens] for lens in lengths]:
+        job.planned(job.case(lens, device="cpu", poison=0.0, max_model_len=32768))[0]()
+    return time.time() - start
 
 
 def compile_all():
-    jobs = [(kind, name, page, "bf16", "bfloat16", (16, 8), 128) for kind, name, page in TIMED]
-    jobs += CHECKED + [(*job[:2], 0, *job[3:]) for job in CHECKED if job[0] == "hopper"]
-    jobs += [("flash", "auto", 256, "bf16", "bfloat16", (16, 8), 128), ("flash", "auto", 16, "int8", "bfloat16", (16, 8), 128)]
+    jobs = CHECKED + [replace(job, page=0) for job in CHECKED if job.kind == "hopper"]
+    jobs = list(dict.fromkeys(jobs + CANDIDATES + TUNED + INT8 + INT8_TUNED))
     start = time.time()
     with ProcessPoolExecutor(int(os.environ.get("JOBS", os.cpu_count()))) as pool:
-        slowest = sorted(((seconds, job) for job, seconds in pool.map(compile_job, dict.fromkeys(jobs))), key=lambda x: x[0])
-    print(f"compiled {len(jobs)} in {time.time() - start:.0f} s, slowest {slowest[-1]}")
+        slowest = max(pool.map(compile_job, jobs))
+    print(f"compiled {len(jobs)} jobs in {time.time() - start:.0f} s, the slowest took {slowest:.0f} s")
 
 
 # -- check ------------------------------------------------------------------------------------------------------------
 
 
-def check(kinds=("varlen", "flash", "hopper")):
+def check(trials=12):
+    """Random ragged batches; outputs are NaN before, stale cache rows NaN (1e4 where TMA cannot mask them)."""
     rng = random.Random(0)
-    worst = {}
-    for kind, name, page, kv, dtype, heads, dim in CHECKED:
-        if kind not in kinds:
-            continue
-        errors = []
-        for trial in range(12):
-            longest = 130 if kind == "varlen" else rng.choice([40, 300, 1500])
-            lens = []
-            for _ in range(rng.randint(1, 6)):
-                num_k = rng.randint(1, longest)
-                lens.append((num_k if trial % 3 == 0 else rng.randint(1, num_k), num_k))
-            poison = 1e4 if kind == "hopper" else float("nan")
-            case = build(lens, page=page, kv=kv, dtype=getattr(torch, dtype), heads=heads, dim=dim, seed=trial,
-                         poison=poison, paged=trial % 2 == 1, max_model_len=2048)
-            function, out = planned(kind, name, case)
+    for job in CHECKED:
+        worst, token = 0.0, 0.0
+        for trial in range(trials):
+            longest = 130 if job.kind == "varlen" else rng.choice([40, 300, 1500])
+            contexts = [rng.randint(1, longest) for _ in range(rng.randint(1, 6))]
+            lens = [(n if trial % 3 == 0 else rng.randint(1, n), n) for n in contexts]
+            case = replace(job, page=job.page).case(lens, seed=trial, max_model_len=2048)
+            if trial % 2:
+                case.meta.has_prefix = any(q < k for q, k in lens)
+            function, out = job.planned(case)
             for _ in range(2):
                 out.fill_(float("nan"))
                 function()
-            total, token = relative_error(out, case.expected())
-            errors.append((total, token, lens))
-        bad = max(errors, key=lambda e: e[0])
-        worst[kind] = max(worst.get(kind, 0), bad[0])
-        print(f"{kind:7}{name:8} page {page:3} {kv} {dtype:9}{str(heads):8} d{dim:3}: error {bad[0]:.2e} "
-              f"(token {max(e[1] for e in errors):.1e})" + ("" if bad[0] < 5e-3 else f"  WRONG at {bad[2]}"), flush=True)
+            errors = relative_error(out, case.expected())
+            worst, token = max(worst, errors[0]), max(token, errors[1])
+        verdict = "" if worst < 5e-3 else "  WRONG"
+        print(f"{job} {job.dtype} {job.heads} d{job.dim}: error {worst:.2e} (token {token:.1e}){verdict}", flush=True)
+
+
+def check_store():
+    """The kernels' INT8 equals the reference's to the bit; the fused launch equals its parts."""
+    for kv, spec in FORMATS.items():
+        context = make_context(spec, num_q_heads=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda",
+                               block_size=16, num_blocks=4096, num_layers=2, poison_value=0.0)  # fmt: skip
+        cache, tokens = context.kv, 65000
+        mine, theirs = cache.layers
+        k, v = torch.randn(2, tokens, 8, 128, device="cuda").mul_(torch.rand(2, tokens, 8, 1, device="cuda").exp2()).to(
+            torch.bfloat16
+        )
+        slots = torch.randperm(65536, device="cuda")[:tokens]
+        slots[::7] = -1
+        _kernels.store(mine, k, v, slots)
+        cache._store_torch(theirs, k, v, slots)
+        same = [torch.equal(getattr(mine, x), getattr(theirs, x)) for x in ("k", "v", "k_scale", "v_scale")[: 2 + 2 * (kv == "int8")]]
+        qkv = torch.randn(4096, 32 * 128, device="cuda", dtype=torch.bfloat16)
+        weights = torch.rand(2, 128, device="cuda", dtype=torch.bfloat16)
+        cos_sin, positions = torch.randn(32768, 128, device="cuda"), torch.randint(0, 32768, (4096,), device="cuda")
+        q, k, v = _kernels.norm_rope_store(mine, qkv, *weights, 1e-6, cos_sin, positions, slots[:4096])
+        expected = qk_norm_rope(qkv, *weights, 1e-6, cos_sin, positions, 16, 8, 128)
+        errors = [f"{relative_error(x, y.double())[0]:.1e}" for x, y in zip((q, k, v), expected, strict=True)]
+        live = slots[:4096] >= 0
+        cached = cache.gather(mine, slots[:4096][live])
+        exact = [torch.equal(x[live], y) for x, y in zip((k, v), cached, strict=True)]
+        print(f"store {kv}: bits equal {same}; fused q, k, v off by {errors}, equal to the cache {exact}", flush=True)
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-def graph_of(function, calls):
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            function()
-    return graph
-
-
-def medians(functions, budget_us=6000, rounds=6):
-    """name → microseconds per call: median over rounds in which every candidate is replayed once."""
-    graphs = {}
+def timers(functions, milliseconds=4.0):
+    found = {}
     for name, function in functions.items():
         try:
             function()
@@ -223,63 +235,60 @@ def medians(functions, budget_us=6000, rounds=6):
             start = time.perf_counter()
             function()
             torch.cuda.synchronize()
-            calls = max(2, min(20, int(budget_us * 1e-6 / (time.perf_counter() - start))))
-            graphs[name] = graph_of(function, calls), calls
+            calls = max(1, min(20, int(milliseconds * 1e-3 / (time.perf_counter() - start))))
+            found[name] = GraphTimer([function] * calls)
         except Exception as error:
-            print(f"    {name}: {type(error).__name__}: {str(error)[:120]}")
-    times = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, (graph, calls) in graphs.items():
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            graph.replay()
-            last.record()
-            last.synchronize()
-            times[name].append(first.elapsed_time(last) * 1000 / calls)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+            print(f"    {name}: {type(error).__name__}: {str(error)[:150]}")
+    return found
+
+
+def medians(functions, rounds=11):
+    candidates = timers(functions)
+    order = list(candidates)
+    for round_ in range(rounds):
+        random.Random(round_).shuffle(order)
+        for name in order:
+            candidates[name].replay()
+    return {name: timer.microseconds() for name, timer in candidates.items()}
 
 
 def torch_candidates(case):
-    """cuDNN and flash on dense tensors of equal sequences, ``varlen_attn`` on ragged ones."""
-    lens, scale = case.query_lens, case.context.scale
+    """cuDNN and flash on dense tensors of equal sequences, ``varlen_attn`` on ragged ones and prefixes."""
+    lens, scale, context = case.query_lens, case.context.scale, case.context
     q, k, v = case.q.contiguous(), case.k.contiguous(), case.v.contiguous()
-    found = {}
     if len(set(lens)) == 1 and case.context_lens == lens:
-        q, k, v = (x.unflatten(0, (len(lens), -1)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.unflatten(0, (len(lens), -1)).transpose(1, 2).contiguous() for x in (q, k, v))
 
         def attend(backend):
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
-        found["cudnn"] = functools.partial(attend, SDPBackend.CUDNN_ATTENTION)
-        found["torch flash"] = functools.partial(attend, SDPBackend.FLASH_ATTENTION)
-    else:
-        from torch.nn.attention.varlen import varlen_attn
+        return {
+            "cudnn": functools.partial(attend, SDPBackend.CUDNN_ATTENTION),
+            "torch flash": functools.partial(attend, SDPBackend.FLASH_ATTENTION),
+        }
+    from torch.nn.attention.varlen import varlen_attn
 
-        group = q.shape[1] // k.shape[1]
-        gathered = case.context.kv.gather(case.context.kv.layers[0], flat_slots(case)) if case.meta.has_prefix else (k, v)
-        k, v = (x.repeat_interleave(group, 1).contiguous() for x in gathered)
-        meta = case.meta
-        found["varlen_attn"] = functools.partial(
-            varlen_attn, q, k, v, meta.cu_seqlens_q, meta.cu_seqlens_k, meta.max_seqlen_q, meta.max_seqlen_k,
-            window_size=(-1, 0), scale=scale,
-        )
-    return found
-
-
-def flat_slots(case):
-    page = case.context.block_size
-    slots = [t[p // page] * page + p % page for t, n in zip(case.block_tables, case.context_lens) for p in range(n)]
-    return torch.tensor(slots, device=case.q.device)
+    if case.context_lens != lens:
+        slots = [
+            table[p // context.block_size] * context.block_size + p % context.block_size
+            for table, n in zip(case.block_tables, case.context_lens, strict=True)
+            for p in range(n)
+        ]
+        k, v = context.kv.gather(context.kv.layers[0], torch.tensor(slots, device=q.device))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1).contiguous() for x in (k, v))
+    meta = case.meta
+    bounds = (meta.cu_seqlens_q, meta.cu_seqlens_k, meta.max_seqlen_q, meta.max_seqlen_k)
+    return {"varlen_attn": functools.partial(varlen_attn, q, k, v, *bounds, window_size=(-1, 0), scale=scale)}
 
 
 def flops(case):
     heads, dim = case.q.shape[1:]
-    return sum(4 * heads * dim * (q * (k - q) + q * (q + 1) / 2) for q, k in zip(case.query_lens, case.context_lens))
+    pairs = sum(q * (k - q) + q * (q + 1) / 2 for q, k in zip(case.query_lens, case.context_lens, strict=True))
+    return 4 * heads * dim * pairs
 
 
-RAGGED = [(n, n) for n in (random.Random(1).randint(16, 2048) for _ in range(64))]
-CHUNKED = [(512, 512 + n) for n in (7000, 7400, 7700, 7900)]
+lengths = random.Random(1)
 SHAPES = {
     "8x32": [(32, 32)] * 8,
     "8x128": [(128, 128)] * 8,
@@ -289,41 +298,33 @@ SHAPES = {
     "16x1024": [(1024, 1024)] * 16,
     "4x4096": [(4096, 4096)] * 4,
     "1x16384": [(16384, 16384)],
-    "ragged64": RAGGED,
-    "4x512@7.5k": CHUNKED,
+    "ragged": [(n, n) for n in (lengths.randint(16, 2048) for _ in range(64))],
+    "chunks": [(512, 512 + n) for n in (7000, 7400, 7700, 7900)],
+    "suffix": [(100, 4000)] * 8,
 }
 
 
-def time_shapes(names, wanted=None):
+def time_shapes(names, tune=False):
     for shape in names:
         lens = SHAPES[shape]
-        cases = {page: build(lens, page=page, paged=True) for page in (16, 64, 256)}
-        dense = build(lens, page=256)
-        dense.meta.has_prefix = any(k > q for q, k in lens)
-        functions = torch_candidates(dense)
-        if max(q for q, _ in lens) <= 256:
-            functions["varlen p16"] = planned("varlen", "", cases[16])[0]
-        for kind, name, page in wanted or TIMED:
-            if page == 0 and dense.meta.has_prefix:
-                continue
-            case = dense if page == 0 else cases[page]
-            functions[f"{kind[0]} {name} {'dense' if page == 0 else f'p{page}'}"] = planned(kind, name, case)[0]
-            if kind == "hopper" and name == "n128" and page in (0, 256):
-                functions[f"h {name}/dyn p{page}"] = planned(kind, name + "/dyn", case)[0]
-        for page in (16, 256):
-            functions[f"f auto p{page}"] = planned("flash", "auto", cases[page])[0]
-            functions[f"h auto p{page}"] = planned("hopper", "auto", cases[page])[0]
-        functions["h auto"] = planned("hopper", "auto", dense)[0]
-        functions["f auto"] = planned("flash", "auto", dense)[0]
-        if max(k for _, k in lens) > max(q for q, _ in lens):
-            quantized = build(lens, page=16, kv="int8")
-            functions["h auto int8"] = planned("hopper", "auto", quantized)[0]
-            functions["f auto int8"] = planned("flash", "auto", quantized)[0]
+        prefix = any(q < k for q, k in lens)
+        jobs = CANDIDATES + (TUNED if tune else []) + (INT8 if prefix else []) + (INT8_TUNED if tune and prefix else [])
+        if max(q for q, _ in lens) <= 256 and not prefix:
+            jobs = [*jobs, Job("varlen", "auto", 16)]
+        jobs = [job for job in jobs if job.page or not prefix]
+        cases = {key: Job("hopper", "", *key).case(lens, poison=0.0) for key in {(job.page, job.kv) for job in jobs}}
+        reference = cases[256, "bf16"]
+        functions = torch_candidates(reference)
+        theirs = list(functions)
+        for job in jobs:
+            functions[str(job)] = job.planned(cases[job.page, job.kv])[0]
         result = medians(functions)
-        best = min((t for n, t in result.items() if n in ("cudnn", "torch flash", "varlen_attn")), default=float("nan"))
-        print(f"== {shape}: " + " | ".join(f"{n} {result[n]:.1f}" for n in ("cudnn", "torch flash", "varlen_attn") if n in result))
-        ours = sorted((t, n) for n, t in result.items() if n[:2] in ("f ", "h ", "va"))
-        line = [f"{n} {t:.1f} ({best / t:.2f} {flops(dense) / t * 1e-6:.0f})" for t, n in ours]
+        best = min(result[name] for name in theirs if name in result)
+        print(f"== {shape}: " + " | ".join(f"{name} {result.pop(name):.1f}" for name in theirs if name in result))
+        line = [
+            f"{name} {t:.1f} ({best / t:.2f} {flops(reference) / t * 1e-6:.0f})"
+            for name, t in sorted(result.items(), key=lambda item: item[1])
+        ]
         for i in range(0, len(line), 5):
             print("   " + " | ".join(line[i : i + 5]))
         sys.stdout.flush()
@@ -332,52 +333,97 @@ def time_shapes(names, wanted=None):
 # -- store ------------------------------------------------------------------------------------------------------------
 
 
-def store_kernels():
-    big = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    other = torch.empty_like(big)
-    copy = 2 * big.numel() / medians({"copy": lambda: other.copy_(big)})["copy"] * 1e-6
+def time_store():
+    copy = copy_bandwidth()
     print(f"copy {copy:.2f} TB/s")
-    del big, other
     for kv, spec in FORMATS.items():
         for tokens in (1, 32, 256, 2048, 16384):
             sets = max(1, min(8, 65536 // tokens))
             context = make_context(spec, num_q_heads=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda",
-                                   block_size=16, num_blocks=sets * tokens // 16 + 2, poison_value=0.0)
+                                   block_size=16, num_blocks=sets * tokens // 16 + 2, poison_value=0.0)  # fmt: skip
             layer = context.kv.layers[0]
             qkv = [torch.randn(tokens, 32 * 128, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
             slots = torch.randperm(sets * tokens, device="cuda", dtype=torch.int32).view(sets, tokens)
             weight = torch.ones(128, device="cuda", dtype=torch.bfloat16)
             cos_sin = torch.randn(32768, 128, device="cuda")
             positions = torch.randint(0, 32768, (tokens,), device="cuda", dtype=torch.int32)
-            turn = itertools.count()
-
-            def store():
-                i = next(turn) % sets
-                heads = qkv[i].view(tokens, 32, 128)
-                _kernels.store(layer, heads[:, 16:24], heads[:, 24:], slots[i])
-
-            def fused():
-                i = next(turn) % sets
-                _kernels.norm_rope_store(layer, qkv[i], weight, weight, 1e-6, cos_sin, positions, slots[i])
-
-            times = medians({"store": store, "fused": fused})
             written = 2 * tokens * 8 * (256 if kv == "bf16" else 130)
-            moved = {"store": 2 * tokens * 8 * 256 + written,
-                     "fused": tokens * (32 * 256 + 24 * 256 + (8 * 256 if kv == "int8" else 0) + 512) + written}
-            print(f"{kv} {tokens:6} tokens: " + "  ".join(
-                f"{n} {t:.1f} us {moved[n] / t * 1e-6:.2f} TB/s ({moved[n] / t * 1e-6 / copy:.0%})" for n, t in times.items()))
+            fused_heads = 24 if kv == "bf16" else 32
+            times, moved = {}, {"store": 4 * tokens * 8 * 256 // 2 + written}
+            functions = {"store": store_call(layer, qkv, slots, tokens)}
+            for heads, warps in ((8, 2), (8, 4), (4, 1), (4, 2), (2, 1)):
+                _kernels.MAX_HEADS, _kernels.HEADS_PER_WARP = heads, heads // warps
+                name = f"fused {heads}h{warps}w"
+                moved[name] = tokens * (32 * 256 + fused_heads * 256 + 512) + written
+                call = fused_call(layer, qkv, slots, weight, cos_sin, positions)
+                call()
+                functions[name] = call
+                times |= medians(functions if len(times) == 0 else {name: call})
+            parts = [f"{n} {t:.1f} ({moved[n] / t * 1e-6:.2f})" for n, t in times.items()]
+            print(f"{kv} {tokens:6} tokens, us (TB/s): " + "  ".join(parts), flush=True)
+
+
+def store_call(layer, qkv, slots, tokens):
+    turn = itertools.cycle(range(len(qkv)))
+
+    def call():
+        i = next(turn)
+        heads = qkv[i].view(tokens, 32, 128)
+        _kernels.store(layer, heads[:, 16:24], heads[:, 24:], slots[i])
+
+    return call
+
+
+def fused_call(layer, qkv, slots, weight, cos_sin, positions):
+    turn = itertools.cycle(range(len(qkv)))
+
+    def call():
+        i = next(turn)
+        _kernels.norm_rope_store(layer, qkv[i], weight, weight, 1e-6, cos_sin, positions, slots[i])
+
+    return call
+
+
+# -- host -------------------------------------------------------------------------------------------------------------
+
+
+def time_host():
+    """Microseconds of host time of one plan and of one layer's call."""
+    for shape in ("8x32", "8x1024", "ragged", "chunks"):
+        for job in (Job("hopper", "auto", 256), Job("flash", "auto", 256), Job("hopper", "auto", 256, "int8")):
+            case = job.case(SHAPES[shape])
+            backend = (HopperFlashBackend if job.kind == "hopper" else TritonFlashBackend)(
+                case.context, HopperFlashConfig() if job.kind == "hopper" else TritonFlashConfig()
+            )
+            case.meta.plan = backend.plan_prefill(case.meta)
+            out, results = torch.empty_like(case.q), []
+            for function in (
+                lambda b=backend, c=case: b.plan_prefill(c.meta),
+                lambda b=backend, c=case, o=out: b.prefill(c.q, c.k, c.v, c.context.kv.layers[0], c.meta, o),
+            ):
+                function()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(20):
+                    function()
+                results.append((time.perf_counter() - start) * 1e6 / 20)
+                torch.cuda.synchronize()
+            print(f"{shape} {job}: plan {results[0]:.0f} us, call {results[1]:.0f} us", flush=True)
 
 
 if __name__ == "__main__":
     for stage in sys.argv[1:]:
         start = time.time()
-        stage, _, argument = stage.partition("=")
-        if stage == "compile":
+        name, _, argument = stage.partition("=")
+        if name == "compile":
             compile_all()
-        elif stage == "check":
-            check(argument.split(",") if argument else ("varlen", "flash", "hopper"))
-        elif stage == "time":
-            time_shapes(argument.split(",") if argument else SHAPES)
-        elif stage == "store":
-            store_kernels()
-        print(f"-- {stage} {argument}: {time.time() - start:.0f} s", flush=True)
+        elif name == "check":
+            check_store()
+            check()
+        elif name in ("time", "tune"):
+            time_shapes(argument.split(",") if argument else SHAPES, tune=name == "tune")
+        elif name == "store":
+            time_store()
+        elif name == "host":
+            time_host()
+        print(f"-- {stage}: {time.time() - start:.0f} s", flush=True)

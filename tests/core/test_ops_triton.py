@@ -1,0 +1,253 @@
+"""The Triton kernels of ``nanoserve.ops``: right in the interpreter, and compiled for GPUs that are not there.
+
+The skinny product is Gluon, which has no interpreter: its results are checked on a GPU (tests/gpu/ops_bench.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from nanoserve.engine.sampler import INV_TEMPERATURE, UNIFORM, Sampler, SamplingPlan
+from nanoserve.ops import _elementwise
+from nanoserve.ops.activation import silu_and_mul_reference
+from nanoserve.ops.decode_inputs import DecodeInputs, decode_inputs_reference
+from nanoserve.ops.norm import rms_norm_reference
+from nanoserve.ops.sample import sample
+
+DTYPES = [torch.float32, torch.float16]  # the interpreter rounds to bfloat16 towards zero
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def relative_error(ours, reference):
+    return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+# -- norms, activation ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 96), (3, 5, 128), (1030, 64)], ids=str)
+def test_rms_norm(shape, dtype):
+    x, weight = 30 * randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
+    ours = _elementwise.rms_norm(x, weight, 1e-5)
+    reference = rms_norm_reference(x.double(), weight.double(), 1e-5)
+    assert ours.dtype == dtype
+    assert relative_error(ours, reference) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 1030])
+def test_add_rms_norm(tokens, weight_dtype):
+    """C41: fp16 weights with an fp32 residual stream beyond fp16's range; the residual is the exact sum, in place."""
+    x, residual = randn(tokens, 96, dtype=weight_dtype), 1e6 * randn(tokens, 96, seed=1)
+    weight = randn(96, dtype=weight_dtype, seed=2)
+    total = residual + x
+    ours = _elementwise.rms_norm(x, weight, 1e-6, residual)
+    assert torch.equal(residual, total)
+    assert ours.dtype == weight_dtype
+    if tokens:
+        assert relative_error(ours, rms_norm_reference(total, weight.float(), 1e-6)) < torch.finfo(weight_dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "n"), [(0, 8), (1, 8), (3, 1100), (1030, 24)])
+def test_silu_and_mul(tokens, n, dtype):
+    gate_up = 4 * randn(tokens, 2 * n, dtype=dtype)
+    ours = _elementwise.silu_and_mul(gate_up)
+    assert ours.shape == (tokens, n)
+    if tokens:
+        assert relative_error(ours, silu_and_mul_reference(gate_up.double())) < torch.finfo(dtype).eps
+
+
+# -- decode inputs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [5, 1500])
+def test_decode_inputs(width):
+    """C50: first and last positions of blocks, padding that shares a scratch row, no write beyond the context."""
+    block_size, num_rows = 4, 9
+    contexts = [1, 4, 5, 8, 13, 0, width * block_size, 0]
+    rows = torch.tensor([3, 0, 7, 1, 2, 8, 5, 8])
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(0, 1000, (num_rows, width), generator=generator).int()
+    last_tokens = torch.randint(0, 500, (num_rows,), generator=generator).int()
+    last_blocks = torch.arange(1000, 1000 + len(contexts)).int()
+    states = []
+    for function in (_elementwise.decode_inputs, decode_inputs_reference):
+        mine = table.clone().to(DEVICE)
+        out = DecodeInputs.empty(len(contexts), width, torch.device(DEVICE))
+        out.block_table.fill_(-7)
+        step = [x.to(DEVICE, torch.int32) for x in (rows, torch.tensor(contexts), last_blocks)]
+        function(*step, mine, last_tokens.to(DEVICE), block_size, out)
+        states.append([x.cpu() for x in (out.input_ids, out.positions, out.slot_mapping, out.block_table, mine)])
+    assert all(map(torch.equal, *states))
+
+    input_ids, positions, slots, block_table, after = states[0]
+    expected = table.clone()
+    for i, (context, row) in enumerate(zip(contexts, rows.tolist(), strict=True)):
+        if context == 0:
+            assert (input_ids[i], positions[i], slots[i], block_table[i, 0]) == (0, 0, -1, 0)
+            assert (block_table[i, 1:] == -7).all()
+            continue
+        last = (context - 1) // block_size
+        expected[row, last] = last_blocks[i]
+        assert (input_ids[i], positions[i]) == (last_tokens[row], context - 1)
+        assert slots[i] == last_blocks[i] * block_size + (context - 1) % block_size
+        assert torch.equal(block_table[i, : last + 1], expected[row, : last + 1])
+        assert (block_table[i, last + 1 :] == -7).all()
+    assert torch.equal(after, expected)
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def reference_tokens(logits, inv_temperature=None, uniform=None):
+    params = None
+    if inv_temperature is not None:
+        params = torch.zeros(5, len(logits), device=DEVICE)
+        params[INV_TEMPERATURE], params[UNIFORM] = inv_temperature, uniform
+    return Sampler(logits.shape[1], DEVICE)(logits, SamplingPlan(params)).token_ids
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 50, 1024, 1025, 9000])
+def test_sampling_equals_the_sampler(vocab_size, dtype):
+    """Greedy beside temperatures from nearly none to so much that all tokens are alike; ties; last_tokens."""
+    logits = (5 * randn(24, vocab_size)).to(dtype)
+    logits[3] = 0
+    uniform = torch.rand(24, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    inv_temperature = torch.tensor([0.0, 1.0, 0.3, 1.0, 2.5, 1e30, 1e-30, 1e-3], device=DEVICE).repeat(3)
+    rows = torch.randperm(30, generator=torch.Generator().manual_seed(2))[:24].to(DEVICE, torch.int32)
+    last_tokens = torch.full((30,), -5, dtype=torch.int32, device=DEVICE)
+    ours = sample(logits, inv_temperature, uniform, rows, last_tokens)
+    assert torch.equal(ours, reference_tokens(logits, inv_temperature, uniform))
+    assert torch.equal(last_tokens[rows.long()].long(), ours)
+    assert (last_tokens == -5).sum() == 6
+    assert torch.equal(sample(logits), reference_tokens(logits))
+
+
+@pytest.mark.parametrize("vocab_size", [3, 1024, 3000])
+def test_extreme_random_numbers_give_the_outermost_possible_tokens(vocab_size):
+    """Rounding never yields a token of probability 0."""
+    logits = torch.linspace(0, 1, vocab_size, device=DEVICE).repeat(2, 1)
+    logits[:, [0, -1]] = -torch.inf
+    if vocab_size > 1024:
+        logits[:, :1024] = -torch.inf  # a whole chunk is impossible
+    first = 1024 if vocab_size > 1024 else 1
+    uniform = torch.tensor([2.0**-24, 1 - 2.0**-24], device=DEVICE)
+    assert sample(logits, torch.ones(2, device=DEVICE), uniform).tolist() == [first, vocab_size - 2]
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_broken_rows_are_reported_and_harm_no_other(random):
+    """C41: NaN, +inf, nothing but -inf."""
+    logits = randn(6, 2500)
+    params = (torch.ones(6, device=DEVICE), torch.full((6,), 0.4, device=DEVICE)) if random else ()
+    good = sample(logits, *params).tolist()
+    logits[1, 2400], logits[3, 7], logits[4] = float("nan"), float("inf"), float("-inf")
+    logits[5, :2000] = float("-inf")
+    last_tokens, rows = torch.full((6,), 9, dtype=torch.int32, device=DEVICE), torch.arange(6, device=DEVICE).int()
+    tokens = sample(logits, *(params or (None, None)), rows, last_tokens).tolist()
+    assert tokens[:5] == [good[0], -1, good[2], -1, -1]
+    assert tokens[5] >= 2000
+    assert last_tokens.tolist() == [max(0, token) for token in tokens]
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def launches():
+    """Name → a call that launches kernels on CPU tensors, with shapes of Qwen3-0.6B."""
+    from nanoserve.ops import _skinny
+
+    def tensor(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype)
+
+    def skinny(num_tokens, n, k, dtype=torch.bfloat16, out_dtype=None, norm=False, swiglu=False, **options):
+        tile = _skinny.tile_for(num_tokens, n, k)
+        out = tensor(num_tokens, n // 2 if swiglu else n, dtype=out_dtype or dtype)
+        if norm:
+            options["norm"] = tensor(k, dtype=dtype), 1e-6
+        x, weight = tensor(num_tokens, k, dtype=dtype), tensor(n, k, dtype=dtype)
+        return lambda: _skinny.skinny_linear(x, weight, out, tile, swiglu=swiglu, **options)
+
+    fp32, int32 = torch.float32, torch.int32
+    vectors = [tensor(8, dtype=int32) for _ in range(4)]
+    inputs = DecodeInputs.empty(8, 2560, torch.device("cpu"))
+    return {
+        "norm": lambda: _elementwise.rms_norm(tensor(1, 1024), tensor(1024), 1e-6, tensor(1, 1024)),
+        "norm of many": lambda: _elementwise.rms_norm(tensor(2048, 1024), tensor(1024), 1e-6),
+        "wide norm": lambda: _elementwise.rms_norm(tensor(1, 4096), tensor(4096), 1e-6),
+        "silu": lambda: _elementwise.silu_and_mul(tensor(2048, 6144)),
+        "decode inputs": lambda: _elementwise.decode_inputs(
+            *vectors[:3], tensor(9, 2560, dtype=int32), tensor(9, dtype=int32), 16, inputs
+        ),
+        "sample": lambda: sample(
+            tensor(8, 151936), tensor(8, dtype=fp32), tensor(8, dtype=fp32), vectors[3], vectors[2]
+        ),
+        "qkv 1": skinny(1, 4096, 1024, norm=True),
+        "o 8, bias": skinny(8, 1024, 2048, add=True, bias=tensor(1024)),
+        "gate_up 16": skinny(16, 6144, 1024, norm=True, swiglu=True),
+        "down 32, fp16": skinny(32, 1024, 3072, dtype=torch.float16, out_dtype=fp32, add=True),
+        "gate_up 32": skinny(32, 6144, 1024, swiglu=True),
+    }
+
+
+def compile_all(capability):
+    """In a subprocess: a report of every kernel, with programmatic dependent launch where the GPU has it."""
+    from nanoserve.ops import _skinny
+    from nanoserve.ops import sample as sample_module
+    from tests.helpers.triton_compile import compile_launches
+
+    reports = {}
+    for name, call in launches().items():
+        pdl = mock.Mock(return_value=capability >= 90)
+        with (
+            mock.patch.object(_elementwise, "supports_pdl", pdl),
+            mock.patch.object(_skinny, "supports_pdl", pdl),
+            mock.patch.object(sample_module, "supports_pdl", pdl),
+        ):
+            for kernel in compile_launches(call, capability):
+                reports[f"{name}: {kernel}"] = {
+                    "stack": kernel.stack,
+                    "registers": kernel.registers,
+                    "sass": kernel.sass(),
+                }
+    return reports
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_without_spills(capability):
+    """For the skinny products: operands come in 16-byte loads, and all weights are requested before the wait."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, __file__, str(capability)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = json.loads(done.stdout.splitlines()[-1])
+    assert len(reports) == 12
+    for name, report in reports.items():
+        assert report["stack"] == 0, name
+        waits = [i for i, line in enumerate(report["sass"]) if "ACQBULK" in line]
+        assert bool(waits) == (capability == 90), name
+        if "skinny" in name:
+            wide = [i for i, line in enumerate(report["sass"]) if "LDG.E.128" in line]
+            assert any("HMMA" in line for line in report["sass"]), name
+            assert not any("LDSM" in line for line in report["sass"]), name
+            assert sum(not waits or i < waits[0] for i in wide) >= 8, name
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(int(sys.argv[1]))))
