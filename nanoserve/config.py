@@ -194,6 +194,8 @@ def config_folders(config_paths: Iterable[str]) -> list[Any]:
             try:
                 folder: Any = importlib.resources.files(package).joinpath(*inner)
             except ModuleNotFoundError:
+                if path in CONFIG_PATHS:
+                    raise ConfigError("nanoserve runs from its source tree, without its conf: pip install -e .") from None
                 continue
         else:
             folder = Path(rest if scheme == "file" else path)

@@ -254,15 +254,18 @@ class Engine:
             log.exception("a step failed; its requests end with an error")
             self._fail([*step.sampled, *step.chunks], error)
             return
-        commit, results = self.blocks.commit, []
+        commit, results, spoilt = self.blocks.commit, [], []
         for i, (seq, token) in enumerate(zip(step.sampled, tokens.token_ids, strict=True)):
             if seq.status == Status.FINISHED:
                 self._drop(seq)
                 continue
-            commit(seq, [token] if token >= 0 else [])
-            if tokens.logprobs is not None and seq.params.logprobs is not None:
-                top = tokens.top[i] if tokens.top is not None else []
-                self._add_logprobs(seq, token, tokens.logprobs[i], top[: seq.params.logprobs])
+            if token < 0:
+                spoilt.append(seq)
+            else:
+                commit(seq, [token])
+                if tokens.logprobs is not None and seq.params.logprobs is not None:
+                    top = tokens.top[i] if tokens.top is not None else []
+                    self._add_logprobs(seq, token, tokens.logprobs[i], top[: seq.params.logprobs])
             results.append(StepResult(seq, [token], self._accept(seq, token)))
         for seq in step.chunks:
             if seq.status == Status.FINISHED:
@@ -270,6 +273,8 @@ class Engine:
             else:
                 commit(seq, [])
         self.scheduler.commit(results)
+        for seq in spoilt:  # its KV is not to be found by others
+            self.blocks.discard(seq)
 
     def _accept(self, seq: Sequence, token: int) -> bool:
         """Take in one new token of ``seq``; True when the sequence ends with it."""

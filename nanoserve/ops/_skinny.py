@@ -182,7 +182,11 @@ def tile_for(num_tokens: int, n: int, k: int) -> Tile | None:
     """The tile for ``num_tokens`` and W ``[n, k]``; None where cuBLAS is faster or the shape does not fit."""
     if k % 8 or n % 8 or n * k >= 2**31:
         return None
-    return Tile(16, 8, 64)
+    if num_tokens <= 16:
+        return Tile(16, 16 if n <= 2048 else 8, 64)
+    if n * k > 2**23 or (num_tokens > 32 and n > 2048):
+        return None
+    return Tile(16, 8, 64) if n <= 2048 else Tile(32, 8, 32, max_registers=128)
 
 
 @functools.cache

@@ -25,6 +25,9 @@ from nanoserve.contracts.attention import AttentionContext, DecodeMetadata
 
 LOG2_E = 1.4426950408889634
 
+ITEM = tl.constexpr(8)
+SHARE = tl.constexpr(8)
+
 
 def qk_scale(context: AttentionContext) -> float:
     return context.scale * LOG2_E
@@ -261,34 +264,46 @@ def store_heads(out, out_stride_head, values, GROUP: tl.constexpr, HEAD_DIM: tl.
 
 @triton.jit(do_not_specialize=["batch", "programs"])
 def _plan(
-    context_lens, items, ranges, splits, batch, programs, STEP: tl.constexpr, MIN_STEPS: tl.constexpr, BLOCK: tl.constexpr
+    context_lens, items, shares, splits, batch, programs, STEP: tl.constexpr, MIN_STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """See ``WorkList``. One program; BLOCK is batch padded to a power of two."""
     seq = tl.arange(0, BLOCK)
     context_len = tl.load(context_lens + seq, mask=seq < batch, other=0)
     steps = tl.cdiv(context_len, STEP)
     total = tl.sum(steps, 0)
-    chunk = tl.maximum(tl.cdiv(total, programs), MIN_STEPS)
+    chunk = tl.maximum(tl.cdiv(total, programs), tl.minimum(tl.cdiv(2 * total, programs), MIN_STEPS))
+    chunk = tl.maximum(chunk, 1)
+    used = tl.cdiv(total, chunk)
     before = tl.cumsum(steps, 0) - steps
-    chunk_of_first = before // chunk
-    pieces = tl.where(steps > 0, (before + steps - 1) // chunk - chunk_of_first + 1, 0)
+    opening = before // chunk  # the chunk in which a sequence begins
+    pieces = tl.where(steps > 0, (before + steps - 1) // chunk - opening + 1, 0)
     first = tl.cumsum(pieces, 0) - pieces
     tl.store(splits + 2 * seq, first, mask=seq < batch)
     tl.store(splits + 2 * seq + 1, pieces, mask=seq < batch)
     for piece in range(tl.max(pieces, 0)):
+        begin = tl.maximum((opening + piece) * chunk - before, 0)
+        end = tl.minimum((opening + piece + 1) * chunk - before, steps)
         mine = piece < pieces
-        item = first + piece
-        begin = tl.maximum((chunk_of_first + piece) * chunk - before, 0)
-        end = tl.minimum((chunk_of_first + piece + 1) * chunk - before, steps)
-        tl.store(items + item * 8, seq, mask=mine)
-        tl.store(items + item * 8 + 1, begin * STEP, mask=mine)
-        tl.store(items + item * 8 + 2, tl.minimum(end * STEP, context_len), mask=mine)
-        tl.store(items + item * 8 + 3, first, mask=mine)
-        tl.store(items + item * 8 + 4, pieces, mask=mine)
-        opens_chunk = (before + begin) % chunk == 0
-        tl.store(ranges + chunk_of_first + piece, item, mask=mine & opens_chunk)
-    for start in range(tl.cdiv(total, chunk), programs + 1, BLOCK):
-        tl.store(ranges + start + seq, tl.sum(pieces, 0), mask=start + seq <= programs)
+        opens_chunk = mine & ((before + begin) % chunk == 0)
+        item = items + (first + piece) * ITEM
+        share = shares + (opening + piece) * SHARE
+        tl.store(item, seq, mask=mine)
+        tl.store(item + 1, begin * STEP, mask=mine)
+        tl.store(item + 2, tl.minimum(end * STEP, context_len), mask=mine)
+        tl.store(item + 3, first, mask=mine)
+        tl.store(item + 4, pieces, mask=mine)
+        tl.store(share, first + piece, mask=opens_chunk)
+        tl.store(share - SHARE + 1, first + piece, mask=opens_chunk & (opening + piece > 0))
+        tl.store(share + 2, seq, mask=opens_chunk)
+        tl.store(share + 3, begin * STEP, mask=opens_chunk)
+        tl.store(share + 4, tl.minimum(end * STEP, context_len), mask=opens_chunk)
+        tl.store(share + 5, first, mask=opens_chunk)
+        tl.store(share + 6, pieces, mask=opens_chunk)
+    tl.store(shares + (used - 1) * SHARE + 1, tl.sum(pieces, 0), mask=used > 0)
+    for start in range(used, programs, BLOCK):
+        idle = shares + (start + seq) * SHARE
+        tl.store(idle, 0, mask=start + seq < programs)
+        tl.store(idle + 1, 0, mask=start + seq < programs)
 
 
 @triton.jit
@@ -350,11 +365,13 @@ class WorkList:
     """A decode batch cut by the device, once per step, into even shares for kernels whose grid is (kv_heads, programs).
 
     The contexts of a batch, in steps of ``step`` tokens, are laid end to end and cut into ``programs`` chunks of equal
-    length (at least ``min_steps``). So every program has the same work whatever the lengths are, most sequences of a
-    large batch stay whole, and one CUDA graph serves all contexts. A program does the items of its chunk in turn.
+    length (shorter than ``min_steps`` only as long as half of the programs are idle). So every program has the same work
+    whatever the lengths are, most sequences of a large batch stay whole, and one CUDA graph serves all contexts. A
+    program does the items of its chunk in turn; only the first and the last of them can be parts of a sequence.
 
-    items: int32 ``[programs + max_num_seqs, 8]``: sequence, first token, end token, first item of the sequence, pieces
-    of the sequence; three unused. ranges: int32 ``[programs + 1]``; program i does items ``ranges[i] … ranges[i + 1] - 1``.
+    items: int32 ``[programs + max_num_seqs + 1, ITEM]``: sequence, first token, end token, first item of the sequence,
+    pieces of the sequence; the rest is padding. shares: int32 ``[programs, SHARE]``, per program its first item, the
+    item after its last, and the first one's five numbers, so that nobody waits for two loads in a row.
     splits: int32 ``[max_num_seqs, 2]``, first item and pieces per sequence. partial, lse: fp32 results of items that are
     not a whole sequence, ``[items, kv_heads, group, width]`` (width: head_dim, padded) and ``[items, kv_heads, group]``.
     arrived: int32 ``[max_num_seqs, kv_heads]``, pieces done; whoever does the last one merges and resets it to 0.
@@ -363,10 +380,10 @@ class WorkList:
     def __init__(self, context: AttentionContext, width: int, step: int, programs: int, min_steps: int = 1) -> None:
         self.step, self.min_steps = step, min_steps
         device, kv_heads, max_num_seqs = context.device, context.num_kv_heads, context.max_num_seqs
-        most_items = programs + max_num_seqs
+        most_items = programs + max_num_seqs + 1
         partial = (most_items, kv_heads, context.num_q_heads // kv_heads)
-        self.items = torch.empty(most_items, 8, dtype=torch.int32, device=device)
-        self.ranges = torch.empty(programs + 1, dtype=torch.int32, device=device)
+        self.items = torch.zeros(most_items, ITEM.value, dtype=torch.int32, device=device)
+        self.shares = torch.empty(programs, SHARE.value, dtype=torch.int32, device=device)
         self.splits = torch.empty(max_num_seqs, 2, dtype=torch.int32, device=device)
         self.partial = torch.empty(*partial, width, device=device)
         self.lse = torch.empty(partial, device=device)
@@ -378,7 +395,7 @@ class WorkList:
         _plan[(1,)](
             meta.context_lens,
             self.items,
-            self.ranges,
+            self.shares,
             self.splits,
             meta.num_seqs,
             programs,
@@ -389,12 +406,13 @@ class WorkList:
         )
         return programs
 
-    def merge(self, out: torch.Tensor, num_seqs: int, pdl: bool) -> None:
+    def merge(self, out: torch.Tensor, num_seqs: int, programs: int, pdl: bool) -> None:
         """Merge what the items left in ``partial``, as a launch of its own: better than the last item's doing it when
         contexts have many pieces, because every query head has programs."""
         q_heads, head_dim = out.shape[1:]
         width = self.partial.shape[-1]
-        columns = 32 if num_seqs <= 8 else width
+        pieces = min(128, triton.next_power_of_2(programs // num_seqs + 2))
+        columns = min(width, 4096 // pieces)
         _merge[(q_heads, num_seqs, width // columns)](
             self.partial,
             self.lse,
@@ -405,7 +423,7 @@ class WorkList:
             HEAD_DIM=head_dim,
             D=width,
             COLUMNS=columns,
-            P=4096 // columns,
+            P=pieces,
             PDL=pdl,
             num_warps=4,
             launch_pdl=pdl,

@@ -55,9 +55,38 @@ def query_tiles(
     return tile_records(query_lens, sources, starts_q[:-1], context_lens - query_lens, tokens_per_tile, section)
 
 
+TILE_COST = 96  # keys that could be attended to in the time that starting and ending a tile takes
+
+
+def deal(records: np.ndarray, head_tiles: int, programs: int) -> np.ndarray:
+    """Work for persistent programs: int32 ``[programs, rounds, 4]``, every record once for each of ``head_tiles``.
+
+    Dealt in order, one item a round to each program, the longest to the program that has had least. num_rows becomes
+    ``num_rows | head_tile << 8``; it is 0 where a program has nothing in the last round.
+    """
+    work = np.repeat(records, head_tiles, axis=0)
+    cost = work[:, 2] + work[:, 3] + TILE_COST
+    work[:, 2] |= np.tile(np.arange(head_tiles, dtype=np.int32) << 8, len(records))
+    programs = min(programs, len(work))
+    rounds = -(-len(work) // programs)
+    padding = rounds * programs - len(work)
+    work = np.concatenate([work, np.zeros((padding, 4), np.int32)]).reshape(rounds, programs, 4)
+    cost = np.concatenate([cost, np.zeros(padding, cost.dtype)]).reshape(rounds, programs)
+    longest = np.argsort(-cost, axis=1, kind="stable")
+    work = np.take_along_axis(work, longest[:, :, None], axis=1)
+    cost = np.take_along_axis(cost, longest, axis=1)
+    dealt = np.empty((programs, rounds, 4), np.int32)
+    load = np.zeros(programs, np.int64)
+    for i in range(rounds):
+        least = load.argsort(kind="stable")
+        dealt[least, i] = work[i]
+        load[least] += cost[i]
+    return dealt
+
+
 def section_tokens(context: AttentionContext) -> int:
-    """Tokens whose K and V take 24 MiB: what an H200 keeps in its L2 cache beside queries and outputs."""
-    return max(1, (24 << 20) // (2 * context.num_kv_heads * context.head_dim * context.dtype.itemsize))
+    """Tokens whose K and V take 16 MiB: what a large L2 cache surely keeps beside queries and outputs."""
+    return max(1, (16 << 20) // (2 * context.num_kv_heads * context.head_dim * context.dtype.itemsize))
 
 
 def table_offsets(meta: PrefillMetadata) -> np.ndarray:

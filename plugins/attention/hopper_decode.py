@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from nanoserve_plugins.attention._kernels import WorkList, num_multiprocessors, qk_scale
+from nanoserve_plugins.attention._kernels import ITEM, SHARE, WorkList, num_multiprocessors, qk_scale
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -66,7 +66,7 @@ class HopperDecodeBackend(AttentionBackend):
             layer.v_scale,
             meta.block_table,
             work.items,
-            work.ranges,
+            work.shares,
             work.partial,
             work.lse,
             work.arrived,
@@ -320,7 +320,7 @@ def hopper_decode_kernel(
     v_scale,
     block_table,
     items,
-    ranges,
+    shares,
     partial,
     lse,
     arrived,
@@ -363,14 +363,20 @@ def hopper_decode_kernel(
     if not FUSED_MERGE:
         gdc_launch_dependents()
     gdc_wait()
-    begin = gl.load(ranges + program)
-    stop = gl.load(ranges + program + 1)
+    begin = gl.load(shares + program * SHARE)
+    stop = gl.load(shares + program * SHARE + 1)
+    next_seq = gl.load(shares + program * SHARE + 2)
+    next_start = gl.load(shares + program * SHARE + 3)
+    next_end = gl.load(shares + program * SHARE + 4)
+    next_first = gl.load(shares + program * SHARE + 5)
+    next_pieces = gl.load(shares + program * SHARE + 6)
     for item in range(begin, stop):
-        seq = gl.load(items + item * 8)
-        start = gl.load(items + item * 8 + 1)
-        end = gl.load(items + item * 8 + 2)
-        origin = gl.load(items + item * 8 + 3)
-        pieces = gl.load(items + item * 8 + 4)
+        seq, start, end, origin, pieces = next_seq, next_start, next_end, next_first, next_pieces
+        next_seq = gl.load(items + (item + 1) * ITEM)
+        next_start = gl.load(items + (item + 1) * ITEM + 1)
+        next_end = gl.load(items + (item + 1) * ITEM + 2)
+        next_first = gl.load(items + (item + 1) * ITEM + 3)
+        next_pieces = gl.load(items + (item + 1) * ITEM + 4)
         last = end - 1
         table = block_table + seq.to(gl.int64) * table_stride
         first = start + 16 * gl.arange(0, W, WARPS)

@@ -34,8 +34,10 @@ from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
-from nanoserve_plugins.attention._kernels import qk_scale
+from nanoserve_plugins._launch import Launcher
+from nanoserve_plugins.attention._kernels import num_multiprocessors, qk_scale
 from nanoserve_plugins.attention._prefill import (
+    deal,
     fresh_rows,
     query_tiles,
     section_tokens,
@@ -62,27 +64,22 @@ class HopperFlashConfig:
 
 
 # -- the work of a persistent program ---------------------------------------------------------------------------------
-# A ring is (tiles, barriers that say "full", barriers that say "free"). One work item is a record and a tile of heads.
+# A ring is (tiles, barriers that say "full", barriers that say "free").
 
 
 @gluon.jit
-def _num_rounds(num_work):
-    """Work items of this program. Rounds alternate in direction, so that nobody always gets the longer half."""
-    full = num_work // gl.num_programs(0)
-    return full + gl.where(_work(full) < num_work, 1, 0)
+def _num_rounds(records, rounds):
+    """Work items of this program: ``rounds``, or one less."""
+    last = gl.load(records + ((gl.program_id(0) + 1) * rounds - 1) * 4 + 2)
+    return gl.where(last == 0, rounds - 1, rounds)
 
 
 @gluon.jit
-def _work(round_):
-    programs, program = gl.num_programs(0), gl.program_id(0)
-    return round_ * programs + gl.where(round_ % 2 == 0, program, programs - 1 - program)
-
-
-@gluon.jit
-def _query_rows(records, work, HEAD_TILES: gl.constexpr):
-    """(first row, number of rows, position of the first) of a work item's queries."""
-    record = records + work // HEAD_TILES * 4
-    return gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
+def _work(records, rounds, round_, HEADS: gl.constexpr):
+    """(source of the keys, first query row, number of rows, position of the first, query head) of a work item."""
+    record = records + (gl.program_id(0) * rounds + round_) * 4
+    packed = gl.load(record + 2)
+    return gl.load(record), gl.load(record + 1), packed & 255, gl.load(record + 3), (packed >> 8) * HEADS
 
 
 # -- producers: one warp moves Q and K, another V ---------------------------------------------------------------------
@@ -94,7 +91,7 @@ def _produce(
     q_tiles,
     kv_tiles,
     records,
-    num_work,
+    rounds,
     table,
     q_ring,
     kv_ring,
@@ -111,13 +108,9 @@ def _produce(
     BLOCK_N: gl.constexpr = buffers.shape[1]
     HEAD_DIM: gl.constexpr = buffers.shape[2]
     Q_STAGES: gl.constexpr = q_buffers.shape[0] // 2
-    HEAD_TILES: gl.constexpr = KV_HEADS * GROUP // HEADS
     count = 0
-    for round_ in range(_num_rounds(num_work)):
-        work = _work(round_)
-        source = gl.load(records + work // HEAD_TILES * 4)
-        row, num_rows, position = _query_rows(records, work, HEAD_TILES)
-        head = work % HEAD_TILES * HEADS
+    for round_ in range(_num_rounds(records, rounds)):
+        source, row, num_rows, position, head = _work(records, rounds, round_, HEADS)
         if LOADS_Q:
             stage = round_ % Q_STAGES
             mbarrier.wait(q_empty.index(stage), (round_ // Q_STAGES & 1) ^ 1)
@@ -141,7 +134,7 @@ def _produce(
                 for i in gl.static_range(BLOCK_N // BOX):
                     key = tile * BLOCK_N + i * BOX
                     page = gl.load(table + source + key // PAGE)
-                    rows = rows + ((page * KV_HEADS + kv_head) * PAGE + key % PAGE,)
+                    rows = rows + ((page * KV_HEADS + kv_head) * PAGE + key % PAGE,)  # type: ignore[assignment]
                 mbarrier.wait(empty.index(stage), free)
                 mbarrier.expect(ready.index(stage), BLOCK_N * HEAD_DIM * 2)
                 _load_pages(kv_tiles, rows, ready.index(stage), buffers.index(stage), BOX)
@@ -171,7 +164,7 @@ def _consume(
     W: gl.constexpr,
     out,
     records,
-    num_work,
+    rounds,
     q_ring,
     k_ring,
     v_ring,
@@ -190,7 +183,6 @@ def _consume(
     BLOCK_N: gl.constexpr = k_buffers.shape[1]
     HEAD_DIM: gl.constexpr = k_buffers.shape[2]
     Q_STAGES: gl.constexpr = q_buffers.shape[0] // 2
-    HEAD_TILES: gl.constexpr = NUM_HEADS // HEADS
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
@@ -199,14 +191,10 @@ def _consume(
     out_row = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
     dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
     count = 0
-    next_row, next_num_rows, next_position = _query_rows(records, _work(0), HEAD_TILES)
-    for round_ in range(_num_rounds(num_work)):
-        row, num_rows, position = next_row, next_num_rows, next_position
-        next_work = gl.minimum(_work(round_ + 1), num_work - 1)
-        next_row, next_num_rows, next_position = _query_rows(records, next_work, HEAD_TILES)
+    for round_ in range(_num_rounds(records, rounds)):
+        _, row, num_rows, position, head = _work(records, rounds, round_, HEADS)
         num_keys = position + num_rows
         num_tiles = gl.cdiv(num_keys, BLOCK_N)
-        head = _work(round_) % HEAD_TILES * HEADS
         if HEADS == 2:
             head += W
         else:
@@ -348,14 +336,14 @@ def _ring(dtype: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, SIZE
     return tiles, ready, empty
 
 
-@gluon.jit(do_not_specialize=["num_work"])
+@gluon.jit(do_not_specialize=["rounds"])
 def flash_kernel(
     q_tiles,  # descriptor of [ROWS, HEAD_DIM] boxes over [tokens, heads · HEAD_DIM]
     k_tiles,  # of [BOX, …] boxes over the rows of the cache, or, PAGE 0, of dense keys
     v_tiles,
     out,
-    records,
-    num_work,
+    records,  # int32 [programs, rounds, 4] of _prefill.deal
+    rounds,
     block_table,
     scale,  # softmax scale × log2 e
     HEADS: gl.constexpr,  # query heads of a work item: 2, or 1 with twice the tokens
@@ -379,11 +367,11 @@ def flash_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_consume, (0, out, records, num_work, q_ring, k_ring, v_ring, turn, scale, HEADS, NUM_HEADS, PING_PONG)),
-            (_consume, (1, out, records, num_work, q_ring, k_ring, v_ring, turn, scale, HEADS, NUM_HEADS, PING_PONG)),
-            (_produce, (True, q_tiles, k_tiles, records, num_work, block_table, q_ring, k_ring,
+            (_consume, (0, out, records, rounds, q_ring, k_ring, v_ring, turn, scale, HEADS, NUM_HEADS, PING_PONG)),
+            (_consume, (1, out, records, rounds, q_ring, k_ring, v_ring, turn, scale, HEADS, NUM_HEADS, PING_PONG)),
+            (_produce, (True, q_tiles, k_tiles, records, rounds, block_table, q_ring, k_ring,
                         HEADS, GROUP, KV_HEADS, PAGE, HEAD_ROWS, BOX)),
-            (_produce, (False, q_tiles, v_tiles, records, num_work, block_table, q_ring, v_ring,
+            (_produce, (False, q_tiles, v_tiles, records, rounds, block_table, q_ring, v_ring,
                         HEADS, GROUP, KV_HEADS, PAGE, HEAD_ROWS, BOX)),
         ],
         [4, 1, 1],
@@ -431,7 +419,7 @@ def unpack_kernel(
 
 
 BLOCK_N = 128  # keys of a tile
-UNPACK_TOKENS = 64
+UNPACK_TOKENS, UNPACK_WARPS = 64, 4
 
 
 # -- backend ----------------------------------------------------------------------------------------------------------
@@ -439,7 +427,7 @@ UNPACK_TOKENS = 64
 
 @dataclass(slots=True)
 class Group:
-    """Sequences that one launch serves. unpack: records of the context to unpack first, or None."""
+    """Sequences that one launch serves: dealt work, and records of the context to unpack before, or None."""
 
     records: torch.Tensor
     unpack: torch.Tensor | None = None
@@ -468,8 +456,8 @@ class HopperFlashBackend(AttentionBackend):
         self.tokens = 2 * ROWS.value // self.heads
         self.section = section_tokens(context)
         self.few_tokens = TritonFlashBackend(context, TritonFlashConfig(), capability)
-        on_gpu = context.device.type == "cuda"
-        self.num_programs = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
+        self.num_programs = num_multiprocessors(context.device)
+        self.flash, self.unpack = Launcher(flash_kernel), Launcher(unpack_kernel)
         self.scratch_tokens = max(options.scratch_tokens, context.max_model_len)
         self.scratch = self._new_scratch() if context.kv.name == "int8" else None
 
@@ -480,7 +468,7 @@ class HopperFlashBackend(AttentionBackend):
         return torch.zeros(size, dtype=context.dtype, device=context.device)
 
     def plan_prefill(self, meta: PrefillMetadata) -> HopperPlan | FlashPlan:
-        if meta.max_seqlen_q <= 128:
+        if meta.max_seqlen_k <= 256:
             return self.few_tokens.plan_prefill(meta)
         return self.plan(meta, ping_pong=meta.max_seqlen_k <= 4096)
 
@@ -491,13 +479,16 @@ class HopperFlashBackend(AttentionBackend):
             return HopperPlan(self._unpacked_groups(meta), False, ping_pong)
         dense = not meta.has_prefix
         records = query_tiles(meta, self.tokens, self.section, fresh_rows(meta) if dense else None)
-        return HopperPlan([Group(to_device(records, self.context.device))], dense, ping_pong)
+        return HopperPlan([Group(self._dealt(records))], dense, ping_pong)
+
+    def _dealt(self, records: np.ndarray) -> torch.Tensor:
+        work = deal(records, self.context.num_q_heads // self.heads, self.num_programs)
+        return to_device(work, self.context.device)
 
     def _unpacked_groups(self, meta: PrefillMetadata) -> list[Group]:
         """Runs of sequences whose contexts fit the scratch together."""
         starts_q, starts_k = np.array(meta.cu_seqlens_q_cpu), np.array(meta.cu_seqlens_k_cpu)
-        device, offsets, first = self.context.device, table_offsets(meta), 0
-        groups = []
+        offsets, groups, first = table_offsets(meta), [], 0
         while first < meta.num_seqs:
             last = max(first + 1, int(np.searchsorted(starts_k, starts_k[first] + self.scratch_tokens, "right")) - 1)
             some, queries = slice(first, last), np.diff(starts_q)[first:last]
@@ -505,7 +496,7 @@ class HopperFlashBackend(AttentionBackend):
             start = np.zeros_like(key_rows)
             unpack = tile_records(contexts, offsets[some], key_rows, start, UNPACK_TOKENS, self.section)
             records = tile_records(queries, key_rows, starts_q[some], contexts - queries, self.tokens, self.section)
-            groups.append(Group(to_device(records, device), to_device(unpack, device)))
+            groups.append(Group(self._dealt(records), to_device(unpack, self.context.device)))
             first = last
         return groups
 
@@ -518,10 +509,11 @@ class HopperFlashBackend(AttentionBackend):
         meta: PrefillMetadata,
         out: torch.Tensor,
     ) -> None:
-        plan = meta.plan
+        plan, context = meta.plan, self.context
         if isinstance(plan, FlashPlan):
             self.few_tokens.prefill(q, k, v, layer, meta, out)
             return
+        queries = head_descriptor(q, ROWS.value)
         for group in plan.groups:
             if plan.dense:
                 page, head_rows, box = 0, 0, BLOCK_N
@@ -529,66 +521,46 @@ class HopperFlashBackend(AttentionBackend):
             elif group.unpack is not None and self.scratch is not None:
                 self._unpack(layer, meta, group.unpack, self.scratch)
                 page, head_rows, box = 0, self.scratch_tokens, BLOCK_N
-                keys, values = (row_descriptor(x, box) for x in self.scratch)
+                keys, values = row_descriptor(self.scratch[0], box), row_descriptor(self.scratch[1], box)
             else:
-                page, head_rows = self.context.block_size, 0
+                page, head_rows = context.block_size, 0
                 box = min(BLOCK_N, page & -page)
                 keys, values = row_descriptor(layer.k, box), row_descriptor(layer.v, box)
-            self._attend(q, keys, values, meta, group.records, out, page, head_rows, box)
+            rounds = group.records.shape[1]
+            self.flash(
+                group.records.shape[0],
+                (queries, keys, values, out, group.records, rounds, meta.block_table, qk_scale(context)),
+                (page, head_rows, plan.ping_pong),
+                lambda page=page, head_rows=head_rows, box=box: {
+                    "HEADS": self.heads,
+                    "GROUP": self.group,
+                    "KV_HEADS": context.num_kv_heads,
+                    "HEAD_DIM": context.head_dim,
+                    "PAGE": page,
+                    "HEAD_ROWS": head_rows,
+                    "BOX": box,
+                    "BLOCK_N": BLOCK_N,
+                    "STAGES": 2 if context.head_dim > 64 else 4,
+                    "PING_PONG": plan.ping_pong,
+                    "num_warps": 4,
+                },
+            )
 
     def _unpack(self, layer: LayerCache, meta: PrefillMetadata, records: torch.Tensor, scratch: torch.Tensor) -> None:
         context = self.context
-        unpack_kernel[(records.shape[0] * 2 * context.num_kv_heads,)](
-            layer.k,
-            layer.v,
-            layer.k_scale,
-            layer.v_scale,
-            scratch,
-            records,
-            meta.block_table,
-            KV_HEADS=context.num_kv_heads,
-            PAGE=context.block_size,
-            HEAD_DIM=context.head_dim,
-            HEAD_ROWS=self.scratch_tokens,
-            TOKENS=UNPACK_TOKENS,
-            QUANTIZED=layer.k_scale is not None,
-            num_warps=4,
-        )
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        keys: TensorDescriptor,
-        values: TensorDescriptor,
-        meta: PrefillMetadata,
-        records: torch.Tensor,
-        out: torch.Tensor,
-        page: int,
-        head_rows: int,
-        box: int,
-    ) -> None:
-        context = self.context
-        num_work = records.shape[0] * (context.num_q_heads // self.heads)
-        flash_kernel[(min(num_work, self.num_programs),)](
-            head_descriptor(q, ROWS.value),
-            keys,
-            values,
-            out,
-            records,
-            num_work,
-            meta.block_table,
-            qk_scale(context),
-            HEADS=self.heads,
-            GROUP=self.group,
-            KV_HEADS=context.num_kv_heads,
-            HEAD_DIM=context.head_dim,
-            PAGE=page,
-            HEAD_ROWS=head_rows,
-            BOX=box,
-            BLOCK_N=BLOCK_N,
-            STAGES=2 if context.head_dim > 64 else 4,
-            PING_PONG=meta.plan.ping_pong,
-            num_warps=4,
+        self.unpack(
+            records.shape[0] * 2 * context.num_kv_heads,
+            (layer.k, layer.v, layer.k_scale, layer.v_scale, scratch, records, meta.block_table),
+            None,
+            lambda: {
+                "KV_HEADS": context.num_kv_heads,
+                "PAGE": context.block_size,
+                "HEAD_DIM": context.head_dim,
+                "HEAD_ROWS": self.scratch_tokens,
+                "TOKENS": UNPACK_TOKENS,
+                "QUANTIZED": layer.k_scale is not None,
+                "num_warps": UNPACK_WARPS,
+            },
         )
 
 

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from nanoserve_plugins.attention._kernels import (
+    ITEM,
+    SHARE,
     WorkList,
     attend_group,
     attend_group_words,
@@ -77,7 +79,7 @@ class PagedV2SplitBackend(AttentionBackend):
             layer.v_scale,
             meta.block_table,
             work.items,
-            work.ranges,
+            work.shares,
             work.partial,
             work.lse,
             work.arrived,
@@ -103,7 +105,7 @@ class PagedV2SplitBackend(AttentionBackend):
             launch_pdl=self.pdl,
         )
         if not fused_merge:
-            work.merge(out, meta.num_seqs, self.pdl)
+            work.merge(out, meta.num_seqs, meta.plan, self.pdl)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -115,7 +117,7 @@ def paged_v2_split_kernel(
     v_scale,
     block_table,
     items,
-    ranges,
+    shares,
     partial,
     lse,
     arrived,
@@ -148,14 +150,20 @@ def paged_v2_split_kernel(
         if not FUSED_MERGE:
             gdc_launch_dependents()
         gdc_wait()
-    begin = tl.load(ranges + program)
-    stop = tl.load(ranges + program + 1)
+    begin = tl.load(shares + program * SHARE)
+    stop = tl.load(shares + program * SHARE + 1)
+    next_seq = tl.load(shares + program * SHARE + 2)
+    next_start = tl.load(shares + program * SHARE + 3)
+    next_end = tl.load(shares + program * SHARE + 4)
+    next_first = tl.load(shares + program * SHARE + 5)
+    next_pieces = tl.load(shares + program * SHARE + 6)
     for item in range(begin, stop):
-        seq = tl.load(items + item * 8)
-        start = tl.load(items + item * 8 + 1)
-        end = tl.load(items + item * 8 + 2)
-        first = tl.load(items + item * 8 + 3)
-        pieces = tl.load(items + item * 8 + 4)
+        seq, start, end, first, pieces = next_seq, next_start, next_end, next_first, next_pieces
+        next_seq = tl.load(items + (item + 1) * ITEM)
+        next_start = tl.load(items + (item + 1) * ITEM + 1)
+        next_end = tl.load(items + (item + 1) * ITEM + 2)
+        next_first = tl.load(items + (item + 1) * ITEM + 3)
+        next_pieces = tl.load(items + (item + 1) * ITEM + 4)
         q_group = q + seq.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
         out_group = out + seq.to(tl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
         block_row = block_table + seq.to(tl.int64) * table_stride
@@ -211,11 +219,18 @@ def paged_v2_split_kernel(
             row = (item * KV_HEADS + kv_head) * GROUP
             store_heads(partial + row.to(tl.int64) * D, D, acc, GROUP, D)
             tl.store(lse + row + head, maximum + tl.log2(normaliser), mask=head < GROUP)
-            if FUSED_MERGE:
-                tl.debug_barrier()  # every thread's part is written before one of them announces it
-                done = tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel")
-                if done == pieces - 1:
-                    tl.store(arrived + seq * KV_HEADS + kv_head, 0)
+
+    if FUSED_MERGE:
+        tl.debug_barrier()  # every thread's parts are written before one of them announces them
+        for item in range(begin, stop, tl.maximum(stop - 1 - begin, 1)):  # the first and the last
+            seq = tl.load(items + item * ITEM)
+            first = tl.load(items + item * ITEM + 3)
+            pieces = tl.load(items + item * ITEM + 4)
+            if pieces > 1:
+                counter = arrived + seq * KV_HEADS + kv_head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
+                    tl.store(counter, 0)
+                    out_group = out + seq.to(tl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
                     dim = tl.arange(0, D)
                     for g in range(GROUP):
                         row = (first * KV_HEADS + kv_head) * GROUP + g

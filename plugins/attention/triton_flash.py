@@ -19,6 +19,7 @@ from nanoserve.contracts.attention import AttentionBackend, AttentionContext, At
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins._launch import Launcher
 from nanoserve_plugins.attention._kernels import qk_scale
 from nanoserve_plugins.attention._prefill import (
     compute_capability,
@@ -180,10 +181,9 @@ def choose_tile(context: AttentionContext, meta: PrefillMetadata, capability: tu
         return Tile(block_m, 32, 8, 2)
     if capability < (9, 0):
         return Tile(block_m, 64 if head_dim <= 64 else 32, 4, 2)
-    scattered = meta.has_prefix and context.block_size < 64  # keys of a tile lie in several blocks
     if block_m == 64 and meta.max_seqlen_k > 2048:
-        return Tile(128, 64 if scattered else 128, 8, 3)
-    if 64 < meta.max_seqlen_q <= 128 and not scattered:
+        return Tile(128, 128, 8, 3)
+    if 64 < meta.max_seqlen_q <= 128:
         return Tile(block_m, 64, 4, 2)
     return Tile(block_m, 32, 4, 2 if meta.max_seqlen_q <= 256 else 3)
 
@@ -198,6 +198,7 @@ class TritonFlashBackend(AttentionBackend):
         self.group = context.num_q_heads // context.num_kv_heads
         self.capability = capability or compute_capability(context.device)
         self.section = section_tokens(context)
+        self.flash = Launcher(flash_kernel)
         power_of_two = context.head_dim & (context.head_dim - 1) == 0
         self.use_tma = options.use_tma and self.capability >= (9, 0) and power_of_two
 
@@ -227,33 +228,30 @@ class TritonFlashBackend(AttentionBackend):
         else:
             page, k, v = context.block_size, layer.k, layer.v
             use_tma = self.use_tma and page % tile.block_n == 0
-        flash_kernel[(plan.records.shape[0] * context.num_kv_heads,)](
-            q,
-            k,
-            v,
-            tile_descriptor(k, page, tile.block_n) if use_tma else None,
-            tile_descriptor(v, page, tile.block_n) if use_tma else None,
-            k_scale,
-            v_scale,
-            out,
-            plan.records,
-            meta.block_table,
-            qk_scale(context),
-            Q_TOKEN=q.stride(0),
-            Q_HEAD=q.stride(1),
-            KV_TOKEN=k.stride(0) if plan.dense else 0,
-            KV_HEAD=k.stride(1) if plan.dense else 0,
-            GROUP=self.group,
-            KV_HEADS=context.num_kv_heads,
-            PAGE=page,
-            HEAD_DIM=context.head_dim,
-            BLOCK_D=triton.next_power_of_2(context.head_dim),
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            QUANTIZED=k_scale is not None,
-            TMA=use_tma,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+        strides = (*q.stride()[:2], *k.stride()[:2]) if plan.dense else (*q.stride()[:2], 0, 0)
+        k_tiles = tile_descriptor(k, page, tile.block_n) if use_tma else None
+        v_tiles = tile_descriptor(v, page, tile.block_n) if use_tma else None
+        self.flash(
+            plan.records.shape[0] * context.num_kv_heads,
+            (q, k, v, k_tiles, v_tiles, k_scale, v_scale, out, plan.records, meta.block_table, qk_scale(context)),
+            (tile, page, strides),
+            lambda: {
+                "Q_TOKEN": strides[0],
+                "Q_HEAD": strides[1],
+                "KV_TOKEN": strides[2],
+                "KV_HEAD": strides[3],
+                "GROUP": self.group,
+                "KV_HEADS": context.num_kv_heads,
+                "PAGE": page,
+                "HEAD_DIM": context.head_dim,
+                "BLOCK_D": triton.next_power_of_2(context.head_dim),
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "QUANTIZED": k_scale is not None,
+                "TMA": use_tma,
+                "num_warps": tile.num_warps,
+                "num_stages": tile.num_stages,
+            },
         )
 
 

@@ -9,12 +9,14 @@ pools exceed 2^31 elements. A slot < 0 is skipped: C division would put it one b
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from nanoserve.contracts.kvcache import LayerCache
+from nanoserve_plugins._launch import Launcher
 
 
 @triton.jit
@@ -204,43 +206,39 @@ def norm_rope_store_kernel(
 
 
 ROWS = 16  # vectors of K and of V that one program stores
-MAX_HEADS, HEADS_PER_WARP = 8, 4  # of one program that normalises, rotates and stores
-
-
-def _supports_pdl(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+MAX_HEADS, HEADS_PER_WARP = 8, 2  # of one program that normalises, rotates and stores
+launch_store, launch_norm_rope_store = Launcher(store_kernel), Launcher(norm_rope_store_kernel)
 
 
 def store(layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """``KVCacheFormat.store`` of both formats: quantises if the layer has scales."""
     num_tokens, num_heads, head_dim = k.shape
+    block_size = layer.k.shape[2]
     num_rows = num_tokens * num_heads
+    strides = (*k.stride()[:2], *v.stride()[:2])
     if not num_rows:
         return
-    pdl = _supports_pdl(k)
-    store_kernel[(triton.cdiv(num_rows, ROWS),)](
-        k,
-        v,
-        layer.k,
-        layer.v,
-        layer.k_scale,
-        layer.v_scale,
-        slot_mapping,
-        num_rows,
-        K_TOKEN=k.stride(0),
-        K_HEAD=k.stride(1),
-        V_TOKEN=v.stride(0),
-        V_HEAD=v.stride(1),
-        KV_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_SIZE=layer.k.shape[2],
-        ROWS=ROWS,
-        QUANTIZED=layer.k_scale is not None,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+
+    def constants() -> dict[str, Any]:
+        pdl = supports_pdl(k)
+        return {
+            "K_TOKEN": strides[0],
+            "K_HEAD": strides[1],
+            "V_TOKEN": strides[2],
+            "V_HEAD": strides[3],
+            "KV_HEADS": num_heads,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "BLOCK_SIZE": block_size,
+            "ROWS": ROWS,
+            "QUANTIZED": layer.k_scale is not None,
+            "PDL": pdl,
+            "num_warps": 4,
+            "launch_pdl": pdl,
+        }
+
+    arguments = (k, v, layer.k, layer.v, layer.k_scale, layer.v_scale, slot_mapping, num_rows)
+    launch_store(triton.cdiv(num_rows, ROWS), arguments, (num_heads, head_dim, block_size, strides), constants)
 
 
 def norm_rope_store(
@@ -263,37 +261,41 @@ def norm_rope_store(
     out_heads = total_heads if quantized else q_heads + kv_heads
     fused = qkv.new_empty(num_tokens, out_heads, head_dim)
     heads = largest_power_of_two(math.gcd(q_heads, kv_heads), MAX_HEADS)
-    pdl = _supports_pdl(qkv)
+    token_stride = qkv.stride(0)
+
+    def constants() -> dict[str, Any]:
+        pdl = supports_pdl(qkv)
+        return {
+            "Q_HEADS": q_heads,
+            "KV_HEADS": kv_heads,
+            "OUT_HEADS": out_heads,
+            "QKV_TOKEN": token_stride,
+            "HEAD_DIM": head_dim,
+            "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
+            "BLOCK_SIZE": block_size,
+            "HEADS": heads,
+            "QUANTIZED": quantized,
+            "PDL": pdl,
+            "num_warps": max(1, heads // HEADS_PER_WARP),
+            "launch_pdl": pdl,
+        }
+
     if num_tokens:
-        norm_rope_store_kernel[(num_tokens * (total_heads // heads),)](
-            qkv,
-            q_weight,
-            k_weight,
-            eps,
-            cos_sin,
-            positions,
-            slot_mapping,
-            fused,
-            layer.k,
-            layer.v,
-            layer.k_scale,
-            layer.v_scale,
-            Q_HEADS=q_heads,
-            KV_HEADS=kv_heads,
-            OUT_HEADS=out_heads,
-            QKV_TOKEN=qkv.stride(0),
-            HEAD_DIM=head_dim,
-            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-            BLOCK_SIZE=block_size,
-            HEADS=heads,
-            QUANTIZED=quantized,
-            PDL=pdl,
-            num_warps=max(1, heads // HEADS_PER_WARP),
-            launch_pdl=pdl,
+        launch_norm_rope_store(
+            num_tokens * (total_heads // heads),
+            (qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, fused)
+            + (layer.k, layer.v, layer.k_scale, layer.v_scale),
+            (q_heads, kv_heads, head_dim, block_size, token_stride),
+            constants,
         )
     q, k = fused[:, :q_heads], fused[:, q_heads : q_heads + kv_heads]
     v = fused[:, q_heads + kv_heads :] if quantized else qkv.view(num_tokens, total_heads, head_dim)[:, -kv_heads:]
     return q, k, v
+
+
+def supports_pdl(x: torch.Tensor) -> bool:
+    """Programmatic dependent launch: a kernel starts while the one before it drains, and waits on the device."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def largest_power_of_two(number: int, limit: int) -> int:

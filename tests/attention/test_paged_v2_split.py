@@ -1,7 +1,57 @@
-import nanoserve_plugins.attention.paged_v2_split as plugin
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nanoserve_plugins.attention._kernels import WorkList
+
+from nanoserve.contracts.attention import AttentionContext, DecodeMetadata
 from nanoserve.testing import AttentionBackendSuite
 
 
-class Test(AttentionBackendSuite):
+class TestPagedV2Split(AttentionBackendSuite):
+    """Without a GPU one program does the whole batch, so every context stays in one piece."""
+
     backend = "paged_v2_split"
-    plugins = (plugin,)
+
+
+class TestPagedV2SplitInPieces(AttentionBackendSuite):
+    """Most contexts are cut, several programs have parts of several contexts, and the last piece merges."""
+
+    backend = "paged_v2_split"
+    options = {"num_splits": 5}
+
+
+def work_list(programs: int, step: int, max_num_seqs: int) -> WorkList:
+    device = torch.device("cpu")
+    kv = SimpleNamespace(name="bf16")
+    context = AttentionContext(2, 1, 8, 1.0, torch.float32, device, 16, max_num_seqs, 1, 1, kv)  # type: ignore[arg-type]
+    return WorkList(context, width=8, step=step, programs=programs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.integers(1, 30), st.sampled_from([16, 64]))
+def test_plan_cuts_the_batch_evenly(context_lens: list[int], programs: int, step: int) -> None:
+    work = work_list(programs, step, max_num_seqs=20)
+    lens = torch.tensor(context_lens, dtype=torch.int32)
+    assert work.plan(DecodeMetadata(len(lens), lens, lens, lens, (), 0), programs) == programs
+    total = sum(-(-n // step) for n in context_lens)
+    chunk = max(1, -(-total // programs))
+    shares = [tuple(row) for row in work.shares[:, :7].tolist()]
+    items = [tuple(row[:5]) for row in work.items[: max(stop for _, stop, *_ in shares)].tolist()]
+    done = [item for begin, stop, *_ in shares for item in range(begin, stop)]
+    assert done == list(range(len(items)))
+    assert all(tuple(copy) == items[begin] for begin, stop, *copy in shares if begin < stop)
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for seq, start, end, first, pieces in items:
+        covered.setdefault(seq, []).append((start, end))
+        assert (first, pieces) == tuple(work.splits[seq].tolist())
+        assert items[first][0] == items[first + pieces - 1][0] == seq
+    for seq, n in enumerate(context_lens):
+        spans = covered.get(seq, [])
+        edges = [edge for span in spans for edge in span]
+        assert edges[::2] == [0, *edges[1:-1:2]] if spans else n == 0  # pieces are adjacent and start at 0
+        assert not spans or edges[-1] == n
+        assert work.splits[seq, 1] == len(spans)
+    loads = [sum(-(-(end - start) // step) for _, start, end, _, _ in items[begin:stop]) for begin, stop, *_ in shares]
+    assert all(load <= chunk for load in loads) and sum(loads) == total

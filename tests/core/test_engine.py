@@ -431,6 +431,7 @@ def test_c41_a_nan_in_one_request_touches_no_neighbour(tiny_folder, rng):
         outputs = llm.generate(prompts, replace(GREEDY, max_tokens=6, logit_bias={77: -1e9}))
         stats = llm.stats()
     assert outputs[1].finish_reason == "error" and "not finite" in outputs[1].outputs[0].error
+    assert outputs[1].token_ids == []
     for i in (0, 2):
         assert outputs[i].finish_reason == "length" and is_greedy(oracle, prompts[i], outputs[i].token_ids)
     assert stats.num_free_blocks == stats.num_blocks

@@ -45,7 +45,7 @@ SMS = 132
 
 
 def make_backend(name, context):
-    """``v1``, ``v2``, ``fused``, ``split[:target[:fused_from]]``, ``hopper[:warps:stages:target:fused_from[:maxnreg]]``."""
+    """``v1``, ``v2``, ``fused``, ``split[:programs[:fused_from]]``, ``hopper[:warps:stages:programs:fused_from:maxnreg]``."""
     kind, *args = name.split(":")
     numbers = [int(arg) for arg in args]
     if kind == "v1":
@@ -61,10 +61,11 @@ def make_backend(name, context):
         return backend
     backend = hopper_decode.HopperDecodeBackend(context, hopper_decode.HopperDecodeConfig())
     if numbers:
-        backend.num_warps, backend.stages, target, backend.fused_merge_from = numbers[:4]
-        backend.work = _kernels.WorkList(context, D, 16 * backend.num_warps, target)
-        if numbers[4:]:
-            backend.extra = {"maxnreg": numbers[4]}
+        backend.num_warps, backend.stages, backend.programs, backend.fused_merge_from, registers = numbers
+        backend.work = _kernels.WorkList(context, D, 16 * backend.num_warps, backend.programs)
+        backend.extra = {"maxnreg": registers}
+        if backend.fused_merge_from == 998:  # what the merge costs: leave it out
+            backend.work.merge = lambda *args, **kwargs: None
     return backend
 
 
@@ -182,6 +183,9 @@ class Pool:
 
 
 def timer_of(name, context, steps):
+    if name == "plan":
+        backend = make_backend("hopper", context)
+        return GraphTimer([functools.partial(backend.plan_decode, meta) for _, meta, _, _ in steps])
     backend = make_backend(name, context)
 
     def prepare():
@@ -253,7 +257,7 @@ def time_stage(plans, gigabytes=8.0, rounds=9):
                 print(fmt, shape, name, type(error).__name__, str(error)[:200])
         times = interleaved(timers, rounds)
         size = sum(lens) * HKV * 2 * (D + 2 if fmt == "int8" else 2 * D)
-        best = min(time for name, time in times.items() if name != "cudnn")
+        best = min(time for name, time in times.items() if name not in ("cudnn", "plan"))
         row = " ".join(f"{name}={time:.1f}" for name, time in times.items())
         print(f"{fmt} bs{block_size} {shape} [{size / best / 1e6:.2f} TB/s, {size / best / 1e6 / copy:.0%}]: {row}", flush=True)
         results.append({"format": fmt, "block_size": block_size, "shape": shape, "copy": copy, "us": times})
@@ -271,7 +275,7 @@ if __name__ == "__main__":
     if "compile" in stages:
         jobs = {(name, fmt, block_size, len(SHAPES[shape])) for fmt, block_size, shape, names in PLANS for name in names}
         jobs |= {(name, fmt, bs, b) for fmt, names in CHECKS.items() for name in names for bs in (16, 32, 64, 256) for b in (1, 40)}
-        compile_stage(sorted(job for job in jobs if job[0] != "cudnn"))
+        compile_stage(sorted(job for job in jobs if job[0] not in ("cudnn", "plan")))
     if "check" in stages:
         check_stage(CHECKS)
     if "time" in stages:

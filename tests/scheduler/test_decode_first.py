@@ -203,7 +203,7 @@ def test_long_prompts_share_a_round_up_to_the_limit():
 
 
 def test_a_long_queue_is_not_walked():
-    """With every slot taken, a round looks at the head of the queue and no further."""
+    """With every block taken, each of five rounds looks at the head of the queue and no further."""
 
     class Queue(deque):
         looked_at = 0
@@ -212,13 +212,13 @@ def test_a_long_queue_is_not_walked():
             self.looked_at += 1
             return super().popleft()
 
-    harness = TestDecodeFirst.harness(num_blocks=8, max_num_seqs=2)
+    harness = TestDecodeFirst.harness(num_blocks=2)
     harness.scheduler.waiting = queue = Queue()
     for i in range(1000):
         harness.scheduler.add(Sequence(str(i), [i], None, max_num_tokens=9))
     for _ in range(5):
         assert len(harness.scheduler.schedule().decode) in (0, 2)
-    assert queue.looked_at == 2
+    assert queue.looked_at == 2 + 5
 
 
 def test_a_long_prompt_keeps_the_budget_that_nobody_can_use():

@@ -1,0 +1,103 @@
+"""The whole engine on a GPU: captured, overlapped, with the kernels that `auto` picks, against eager `sdpa` and the oracle."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanoserve import LLM, SamplingParams
+from tests.helpers.oracle import is_greedy
+from tests.helpers.tiny_model import build_tiny_model
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+TEXTS = ["def read_json(path):\n", "import json\n", "class Stack:\n", "for name in names:\n    "] * 4
+
+
+def prompts_of(seed: int, count: int, longest: int = 100) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(512) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("scheduler", ["decode_first", "prefill_first"])
+@pytest.mark.parametrize("pool", [24, 400])
+def test_fp32_tokens_equal_transformers(tmp_path, scheduler, pool):
+    """With graphs, overlap, prefix hits and preemption; batches grow and shrink through several captured sizes."""
+    oracle = build_tiny_model(tmp_path)
+    shared = prompts_of(0, 1)[0][:32]
+    prompts = [(shared if i % 2 else []) + p for i, p in enumerate(prompts_of(1, 20, 40))]
+    with LLM(
+        str(tmp_path),
+        dtype="float32",
+        device="cuda",
+        num_kv_blocks=pool,
+        scheduler=scheduler,
+        max_num_seqs=9,
+        max_num_batched_tokens=64,
+        debug=True,
+    ) as llm:
+        assert llm.engine.overlap and llm.engine.runner.graphs is not None
+        for _ in range(2):
+            params = [replace(GREEDY, max_tokens=5 + i % 20) for i in range(len(prompts))]
+            outputs = llm.generate(prompts, params)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                assert is_greedy(oracle, prompt, output.token_ids)
+        stats = llm.stats()
+    assert stats.num_free_blocks == pool
+    assert stats.preemptions or pool == 400
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_auto_equals_eager_sdpa_on_the_embedded_checkpoint(kv):
+    """Teacher-forced: both score the same tokens, so a near-tie cannot send them apart."""
+    logprobs = []
+    for options in ({"attention": "sdpa", "enforce_eager": True, "overlap": False}, {}):
+        with LLM("tiny", kv=kv, device="cuda", dtype="bfloat16", num_kv_blocks=2000, **options) as llm:
+            encoded = [llm.tokenizer.encode(t) for t in TEXTS]
+            if not logprobs:
+                outputs = llm.generate(encoded, GREEDY)
+                scored = [ids + o.token_ids for ids, o in zip(encoded, outputs, strict=True)]
+                rows = [full[:cut] for full in scored for cut in range(len(full) - 20, len(full))]
+            one = replace(GREEDY, max_tokens=2, logprobs=5)
+            logprobs.append([o.logprobs for o in llm.generate(rows, one)])
+    errors, flips = [], 0
+    for expected, got in zip(*logprobs, strict=True):
+        flips += max(expected[0], key=expected[0].get) != max(got[0], key=got[0].get)
+        errors += [abs(expected[0][t] - got[0][t]) for t in expected[0].keys() & got[0].keys()]
+    assert sum(errors) / len(errors) < 0.02 and max(errors) < 0.3
+    assert flips <= 0.03 * len(rows)
+
+
+def test_a_decode_step_reads_nothing_back_but_its_tokens():
+    from torch.profiler import ProfilerActivity, profile
+
+    with LLM("tiny", device="cuda", dtype="bfloat16", num_kv_blocks=2000) as llm:
+        llm.generate(TEXTS, GREEDY)
+        for i, text in enumerate(TEXTS):
+            llm.engine.add_request(str(i), llm.tokenizer.encode(text), replace(GREEDY, max_tokens=64))
+        for _ in range(6):
+            llm.engine.step()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            for _ in range(10):
+                llm.engine.step()
+    counts = {e.key: e.count for e in trace.key_averages()}
+    assert counts.get("aten::_local_scalar_dense", 0) == 0
+    assert counts.get("cudaStreamSynchronize", 0) == 0 and counts.get("cudaDeviceSynchronize", 0) == 0
+    assert counts.get("cudaGraphLaunch", 0) == 20  # model and sampler
+
+
+def test_close_gives_the_memory_back():
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        llm = LLM("tiny", device="cuda", dtype="bfloat16", gpu_memory_utilization=0.5)
+        llm.generate(TEXTS[:2], GREEDY)
+        held = torch.cuda.memory_allocated() - before
+        llm.close()
+        del llm
+        assert held > 2**30
+        assert torch.cuda.memory_allocated() - before < 64 * 2**20
