@@ -122,9 +122,7 @@ class DecodeGraphs:
         if plan.is_plain:
             bucket.sample()
             return SamplerOutput(bucket.token_ids[:n], None)  # type: ignore[index]
-        output = self.sampler(bucket.logits[:n], plan)  # type: ignore[index]
-        self.rows.last_tokens.index_copy_(0, bucket.ints[0, :n].long(), output.token_ids.clamp_min(0).int())
-        return output
+        return self.sampler(bucket.logits[:n], plan, bucket.ints[0, :n], self.rows.last_tokens)  # type: ignore[index]
 
     # ---------------------------------------------------------------- inside
 
@@ -157,12 +155,11 @@ class DecodeGraphs:
         )
         batch = Batch.of_decode(inputs.input_ids, inputs.positions, meta)
         step = AttentionStep(batch, self.kv, self.model.num_q_heads, None, self.backend_for(size))
-        bucket.logits = self.model.compute_logits(self.model.forward(inputs.input_ids, step))
+        bucket.logits = self.model.compute_logits(self.model.forward(inputs.input_ids, step), self.model.dtype)
 
     def _sample(self, bucket: _Bucket) -> None:
         plan = SamplingPlan(bucket.params)
-        bucket.token_ids = self.sampler(bucket.logits, plan).token_ids  # type: ignore[arg-type]
-        self.rows.last_tokens.index_copy_(0, bucket.ints[0].long(), bucket.token_ids.clamp_min(0).int())
+        bucket.token_ids = self.sampler(bucket.logits, plan, bucket.ints[0], self.rows.last_tokens).token_ids  # type: ignore[arg-type]
 
     def _capture(self, bucket: _Bucket) -> None:
         """Run once on padding only (kernels compile, libraries allocate), then record both graphs."""

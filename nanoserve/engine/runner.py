@@ -144,8 +144,8 @@ class ModelRunner:
             return _Launched([], batch.chunks, None, self.device)
         if batch.logits_index is not None:
             hidden = hidden.index_select(0, batch.logits_index)
-        output = self.sampler(self.model.compute_logits(hidden), plan)
-        self.rows.last_tokens.index_copy_(0, batch.sampled_rows.long(), output.token_ids.clamp_min(0).int())
+        logits = self.model.compute_logits(hidden, self.model.dtype if plan.is_plain else torch.float32)
+        output = self.sampler(logits, plan, batch.sampled_rows, self.rows.last_tokens)
         return _Launched(batch.sampled, batch.chunks, output, self.device)
 
     def _attention_step(self, batch: Batch) -> AttentionStep:

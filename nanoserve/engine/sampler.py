@@ -148,8 +148,31 @@ class Sampler:
             params, max(0, int(largest[SEARCH_WIDTH])), any_min_p, additions, penalties, int(largest[NUM_LOGPROBS])
         )
 
-    def __call__(self, logits: torch.Tensor, plan: SamplingPlan) -> SamplerOutput:
-        """Sample one token per row of ``logits`` ``[B, vocab_size]`` (any float dtype, not modified)."""
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        plan: SamplingPlan,
+        rows: torch.Tensor | None = None,
+        last_tokens: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """Sample one token per row of ``logits`` ``[B, vocab_size]`` (any float dtype, not modified).
+
+        With ``rows`` int32 ``[B]`` and ``last_tokens`` int32 the tokens are written to ``last_tokens[rows]`` as well (0
+        for -1), where the next step finds its inputs.
+        """
+        if logits.is_cuda and plan.is_plain:
+            from nanoserve.ops.sample import sample
+
+            inv_temperature, uniform = (
+                (None, None) if plan.params is None else (plan.params[INV_TEMPERATURE], plan.params[UNIFORM])
+            )
+            return SamplerOutput(sample(logits, inv_temperature, uniform, rows, last_tokens), None)
+        output = self._sample(logits, plan)
+        if rows is not None and last_tokens is not None:
+            last_tokens.index_copy_(0, rows.long(), output.token_ids.clamp_min(0).int())
+        return output
+
+    def _sample(self, logits: torch.Tensor, plan: SamplingPlan) -> SamplerOutput:
         x = logits
         if plan.additions is not None or plan.penalties is not None:
             x = edited_logits(logits, plan)

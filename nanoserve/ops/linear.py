@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nanoserve.ops._skinny import Tile
 
 MAX_SKINNY_TOKENS = 64
-MAX_FUSED_NORM_TOKENS = 16  # every program normalises all tokens: beyond this a launch of its own is cheaper
+MAX_FUSED_NORM_TOKENS = 8  # every program normalises all tokens: beyond this a launch of its own is cheaper
 
 
 def linear(

@@ -364,7 +364,7 @@ def _merge(
 class WorkList:
     """A decode batch cut by the device, once per step, into even shares for kernels whose grid is (kv_heads, programs).
 
-    The contexts of a batch, in steps of ``step`` tokens, are laid end to end and cut into ``programs`` chunks of equal
+    The contexts of a batch, in steps of some tokens, are laid end to end and cut into ``programs`` chunks of equal
     length (shorter than ``min_steps`` only as long as half of the programs are idle). So every program has the same work
     whatever the lengths are, most sequences of a large batch stay whole, and one CUDA graph serves all contexts. A
     program does the items of its chunk in turn; only the first and the last of them can be parts of a sequence.
@@ -377,8 +377,8 @@ class WorkList:
     arrived: int32 ``[max_num_seqs, kv_heads]``, pieces done; whoever does the last one merges and resets it to 0.
     """
 
-    def __init__(self, context: AttentionContext, width: int, step: int, programs: int, min_steps: int = 1) -> None:
-        self.step, self.min_steps = step, min_steps
+    def __init__(self, context: AttentionContext, width: int, programs: int, min_steps: int = 1) -> None:
+        self.min_steps = min_steps
         device, kv_heads, max_num_seqs = context.device, context.num_kv_heads, context.max_num_seqs
         most_items = programs + max_num_seqs + 1
         partial = (most_items, kv_heads, context.num_q_heads // kv_heads)
@@ -389,8 +389,8 @@ class WorkList:
         self.lse = torch.empty(partial, device=device)
         self.arrived = torch.zeros(max_num_seqs, kv_heads, dtype=torch.int32, device=device)
 
-    def plan(self, meta: DecodeMetadata, programs: int) -> int:
-        """Fill the lists on the device for ``programs`` (at most those of ``__init__``), which it returns."""
+    def plan(self, meta: DecodeMetadata, programs: int, step: int) -> None:
+        """Fill the lists on the device for ``programs`` (at most those of ``__init__``) and steps of ``step`` tokens."""
         block = max(16, triton.next_power_of_2(meta.num_seqs))
         _plan[(1,)](
             meta.context_lens,
@@ -399,12 +399,11 @@ class WorkList:
             self.splits,
             meta.num_seqs,
             programs,
-            STEP=self.step,
+            STEP=step,
             MIN_STEPS=self.min_steps,
             BLOCK=block,
             num_warps=4 if block > 64 else 1,
         )
-        return programs
 
     def merge(self, out: torch.Tensor, num_seqs: int, programs: int, pdl: bool) -> None:
         """Merge what the items left in ``partial``, as a launch of its own: better than the last item's doing it when

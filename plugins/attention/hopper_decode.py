@@ -17,7 +17,7 @@ import torch
 from nanoserve_plugins.attention._kernels import ITEM, SHARE, WorkList, num_multiprocessors, qk_scale
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -43,22 +43,30 @@ class HopperDecodeBackend(AttentionBackend):
         super().__init__(context, options)
         self.qk_scale = qk_scale(context)
         self.quantized = context.kv.name == "int8"
-        self.num_warps = 4
-        warps_per_sm = 16 if self.quantized else 12
-        programs = warps_per_sm // self.num_warps * num_multiprocessors(context.device)
-        self.programs = options.num_splits or programs // context.num_kv_heads
-        self.work = WorkList(context, context.head_dim, 16 * self.num_warps, self.programs)
-        self.fused_merge_from = 1
-        self.stages = 0
+        self.max_registers, self.warps_per_sm = (128, 16) if self.quantized else (168, 12)
+        self.num_splits = options.num_splits
+        self.warps = self.warps_per_sm * num_multiprocessors(context.device) // context.num_kv_heads
+        self.work = WorkList(context, context.head_dim, options.num_splits or self.warps, min_steps=2)
+        self.override = None
         self.extra = {}
 
-    def plan_decode(self, meta: DecodeMetadata) -> int:
-        return self.work.plan(meta, self.programs)
+    def launch(self, num_seqs: int) -> tuple[int, int, bool]:
+        """Warps per program, programs per KV head, and whether the programs merge what they have cut."""
+        if self.override:
+            return self.override
+        num_warps = 4
+        programs = self.num_splits or max(1, self.warps // num_warps)
+        return num_warps, programs, num_seqs >= 8
+
+    def plan_decode(self, meta: DecodeMetadata) -> tuple[int, int, bool]:
+        plan = num_warps, programs, _ = self.launch(meta.num_seqs)
+        self.work.plan(meta, programs, 16 * num_warps)
+        return plan
 
     def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
         context, work = self.context, self.work
-        fused_merge = meta.num_seqs >= self.fused_merge_from
-        hopper_decode_kernel[(context.num_kv_heads, meta.plan)](
+        num_warps, programs, fused_merge = meta.plan
+        hopper_decode_kernel[(context.num_kv_heads, programs)](
             q,
             layer.k.view(torch.int32),
             layer.v.view(torch.int32),
@@ -81,19 +89,13 @@ class HopperDecodeBackend(AttentionBackend):
             BLOCK_SIZE=context.block_size,
             QUANTIZED=self.quantized,
             FUSED_MERGE=fused_merge,
-            STAGES=self.stages,
             **self.extra,
-            num_warps=self.num_warps,
+            num_warps=num_warps,
+            maxnreg=self.max_registers,
             launch_pdl=True,
         )
         if not fused_merge:
-            work.merge(out, meta.num_seqs, pdl=True)
-
-
-if "async_load" in async_copy.__all__:
-    async_load = async_copy.async_load
-else:  # Triton 3.6
-    async_load = async_copy.async_copy_global_to_shared
+            work.merge(out, meta.num_seqs, programs, pdl=True)
 
 
 # -- which lane holds what --------------------------------------------------------------------------------------------
@@ -198,20 +200,23 @@ def _position(first, page, last, L: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_H
 
 
 @gluon.jit
-def _tile_address(
-    cache, first, page, last, kv_head, L: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr
+def _load_tile(
+    cache,
+    first,
+    page,
+    last,
+    kv_head,
+    L: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    EVICT: gl.constexpr,
 ):
-    """Of the words ``[warps, 16, WIDTH]`` of K or V."""
+    """Words ``[warps, 16, WIDTH]`` of K or V."""
     block_row, in_block = _position(first, page, last, gl.SliceLayout(2, L), BLOCK_SIZE, KV_HEADS, kv_head)
     word = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
-    return cache + gl.expand_dims(block_row * WIDTH, 2) + (gl.expand_dims(in_block, 2) * WIDTH + word)
-
-
-@gluon.jit
-def _load_tile(
-    cache, first, page, last, kv_head, L: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr
-):
-    return gl.load(_tile_address(cache, first, page, last, kv_head, L, WIDTH, BLOCK_SIZE, KV_HEADS))
+    return gl.load(cache + gl.expand_dims(block_row * WIDTH, 2) + (gl.expand_dims(in_block, 2) * WIDTH + word), cache_modifier=CACHE, eviction_policy=EVICT)
 
 
 @gluon.jit
@@ -337,7 +342,8 @@ def hopper_decode_kernel(
     BLOCK_SIZE: gl.constexpr,
     QUANTIZED: gl.constexpr,
     FUSED_MERGE: gl.constexpr,
-    STAGES: gl.constexpr,
+    CACHE: gl.constexpr = "",
+    EVICT: gl.constexpr = "",
 ):
     """q, out ``[num_seqs, q_heads, D]``; caches as int32 words; grid (kv_heads, programs); scratch as in ``WorkList``."""
     W: gl.constexpr = gl.num_warps()
@@ -368,14 +374,12 @@ def hopper_decode_kernel(
     next_seq = gl.load(shares + program * SHARE + 2)
     next_start = gl.load(shares + program * SHARE + 3)
     next_end = gl.load(shares + program * SHARE + 4)
-    next_first = gl.load(shares + program * SHARE + 5)
     next_pieces = gl.load(shares + program * SHARE + 6)
     for item in range(begin, stop):
-        seq, start, end, origin, pieces = next_seq, next_start, next_end, next_first, next_pieces
+        seq, start, end, pieces = next_seq, next_start, next_end, next_pieces
         next_seq = gl.load(items + (item + 1) * ITEM)
         next_start = gl.load(items + (item + 1) * ITEM + 1)
         next_end = gl.load(items + (item + 1) * ITEM + 2)
-        next_first = gl.load(items + (item + 1) * ITEM + 3)
         next_pieces = gl.load(items + (item + 1) * ITEM + 4)
         last = end - 1
         table = block_table + seq.to(gl.int64) * table_stride
@@ -394,9 +398,8 @@ def hopper_decode_kernel(
         bias = gl.zeros([W, 16, 8], gl.float32, MMA)
         if QUANTIZED:  # what the bias of K adds to every score, subtracted in advance: -1152 · Σ q
             bias = mma_v2(gl.full([W, 16, D], -1152.0, dtype, A), query, bias)
-        if STAGES == 0:
-            k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
-            v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+        k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS, CACHE, EVICT)
+        v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS, CACHE, EVICT)
         if QUANTIZED:
             ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
             vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
@@ -405,77 +408,30 @@ def hopper_decode_kernel(
         maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
         normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
         acc = gl.zeros([W, D, 8], gl.float32, MMA)
-        if STAGES == 0:
-            for _ in range(gl.cdiv(end - start, STEP)):
-                score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
-                live = gl.expand_dims(first, 1) + token_in_tile < end
-                first += STEP
-                page = next_page
-                next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
-                k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
-                if QUANTIZED:
-                    score *= gl.expand_dims(ks * qk_scale, 2)
-                    ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-                else:
-                    score *= qk_scale
-                score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
-                new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
-                correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
-                p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
-                maximum = new_maximum
-                normaliser = normaliser * correction + p
-                if QUANTIZED:
-                    p *= gl.expand_dims(vs, 2)
-                    vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-                p = gl.convert_layout(p.to(dtype), B)
-                acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
-                v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
-        else:
-            SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, WORDS // 4), [2, 1, 0])
-            k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, W, 16, WORDS], SHARED)
-            v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, W, 16, WORDS], SHARED)
-            ahead = first
-            scale_page = next_page
-            for stage in gl.static_range(STAGES - 1):
-                async_load(k_ring.index(stage), _tile_address(k_cache, ahead, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS))
-                async_load(v_ring.index(stage), _tile_address(v_cache, ahead, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS))
-                async_copy.commit_group()
-                ahead += STEP
-                page = next_page
-                next_page = gl.load(table + gl.minimum(ahead + STEP, last) // BLOCK_SIZE)
-            for i in range(gl.cdiv(end - start, STEP)):
-                slot = i % STAGES
-                refill = (i + STAGES - 1) % STAGES
-                async_copy.wait_group(STAGES - 2)
-                k = k_ring.index(slot).load(K)
-                v = v_ring.index(slot).load(V)
-                async_load(k_ring.index(refill), _tile_address(k_cache, ahead, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS))
-                async_load(v_ring.index(refill), _tile_address(v_cache, ahead, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS))
-                async_copy.commit_group()
-                ahead += STEP
-                page = next_page
-                next_page = gl.load(table + gl.minimum(ahead + STEP, last) // BLOCK_SIZE)
-                score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
-                live = gl.expand_dims(first, 1) + token_in_tile < end
-                first += STEP
-                if QUANTIZED:
-                    score *= gl.expand_dims(ks * qk_scale, 2)
-                    ks = _load_scales(k_scale, first, scale_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-                else:
-                    score *= qk_scale
-                score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
-                new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
-                correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
-                p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
-                maximum = new_maximum
-                normaliser = normaliser * correction + p
-                if QUANTIZED:
-                    p *= gl.expand_dims(vs, 2)
-                    vs = _load_scales(v_scale, first, scale_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-                    scale_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
-                p = gl.convert_layout(p.to(dtype), B)
-                acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
-            async_copy.wait_group(0)
+        for _ in range(gl.cdiv(end - start, STEP)):
+            score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
+            live = gl.expand_dims(first, 1) + token_in_tile < end
+            first += STEP
+            page = next_page
+            next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
+            k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS, CACHE, EVICT)
+            if QUANTIZED:
+                score *= gl.expand_dims(ks * qk_scale, 2)
+                ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+            else:
+                score *= qk_scale
+            score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
+            new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
+            correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
+            p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
+            maximum = new_maximum
+            normaliser = normaliser * correction + p
+            if QUANTIZED:
+                p *= gl.expand_dims(vs, 2)
+                vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+            p = gl.convert_layout(p.to(dtype), B)
+            acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
+            v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS, CACHE, EVICT)
 
         # The warps of the program add up.
         top = gl.max(gl.convert_layout(maximum, EACH), 0)
@@ -496,12 +452,21 @@ def hopper_decode_kernel(
             gl.store(partial + row.to(gl.int64) * D + (out_head * D + out_dim), result, mask=live)
             column = gl.arange(0, 8, gl.SliceLayout(0, EACH))
             gl.store(lse + row + column, top + gl.log2(total), mask=column < GROUP)
-            if FUSED_MERGE:
-                debug_barrier()  # every thread's part is written before one of them announces it
-                done = gl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel")
-                if done == pieces - 1:
-                    gl.store(arrived + seq * KV_HEADS + kv_head, 0)
-                    for g in gl.static_range(GROUP):
+
+    if FUSED_MERGE:
+        debug_barrier()  # every thread's parts are written before one of them announces them
+        begin = gl.load(shares + program * SHARE)  # again: two registers less in the loop above
+        stop = gl.load(shares + program * SHARE + 1)
+        for item in range(begin, stop, gl.maximum(stop - 1 - begin, 1)):  # the first and the last
+            seq = gl.load(items + item * ITEM)
+            origin = gl.load(items + item * ITEM + 3)
+            pieces = gl.load(items + item * ITEM + 4)
+            if pieces > 1:
+                counter = arrived + seq * KV_HEADS + kv_head
+                if gl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
+                    gl.store(counter, 0)
+                    out_group = out + seq.to(gl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
+                    for g in range(GROUP):
                         row = (origin * KV_HEADS + kv_head) * GROUP + g
                         _merge_pieces(partial, lse, row, pieces, KV_HEADS * GROUP, out_group + g * out_stride_head, D, ROWS)
 

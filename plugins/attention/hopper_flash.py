@@ -191,8 +191,12 @@ def _consume(
     out_row = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
     dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
     count = 0
-    for round_ in range(_num_rounds(records, rounds)):
-        _, row, num_rows, position, head = _work(records, rounds, round_, HEADS)
+    num_rounds = _num_rounds(records, rounds)
+    _, row, num_rows, position, head = _work(records, rounds, 0, HEADS)
+    score = _first_scores(q_ring, k_ring, turn, W, 0, count, True, PING_PONG)
+    for round_ in range(num_rounds):
+        more = round_ + 1 < num_rounds
+        _, next_row, next_num_rows, next_position, next_head = _work(records, rounds, round_ + more.to(gl.int32), HEADS)
         num_keys = position + num_rows
         num_tiles = gl.cdiv(num_keys, BLOCK_N)
         if HEADS == 2:
@@ -204,20 +208,10 @@ def _consume(
         visible = position + row_id
         unmasked = gl.minimum((position + 1) // BLOCK_N, num_tiles)
 
-        q_stage = round_ % Q_STAGES
-        q = q_buffers.index(q_stage * 2 + W)
-        mbarrier.wait(q_ready.index(q_stage), round_ // Q_STAGES & 1)
         # The first tile holds key 0, which every row sees: from then on the maximum is finite.
-        stage = count % STAGES
-        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
-        if PING_PONG:
-            mbarrier.wait(turn.index(W), (count & 1) ^ (1 - W))
-        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
-        score = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        if PING_PONG:
-            mbarrier.arrive(turn.index(1 - W), count=1)
+        q = q_buffers.index(round_ % Q_STAGES * 2 + W)
         score = warpgroup_mma_wait(0, [score])
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(k_empty.index(count % STAGES), count=1)
         key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, score_layout))
         score = gl.where(key[None, :] <= visible[:, None], score, float("-inf"))
         maximum = gl.max(score, 1)
@@ -247,15 +241,40 @@ def _consume(
         mbarrier.arrive(v_empty.index(count % STAGES), count=1)
         count += 1
 
-        # Through the tile's own Q buffer, which nothing reads any more, to rows of 16-byte stores.
+        # The next item's first product runs while this one's result is stored: through its own Q buffer, which nothing
+        # reads any more, to rows of 16-byte stores. After the last item it multiplies what lies there, for nobody.
+        score = _first_scores(q_ring, k_ring, turn, W, round_ + 1, count, more, PING_PONG)
         share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
         q.store((acc * share[:, None]).to(dtype))
         result = q.load(out_layout)
         fence_async_shared()
-        mbarrier.arrive(q_empty.index(q_stage), count=1)
+        mbarrier.arrive(q_empty.index(round_ % Q_STAGES), count=1)
         first = out + (row.to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
         target = first + out_row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
         gl.store(target, result, mask=(out_row < num_rows)[:, None])
+        row, num_rows, position, head = next_row, next_num_rows, next_position, next_head
+    warpgroup_mma_wait(0, [score])
+
+
+@gluon.jit
+def _first_scores(q_ring, k_ring, turn, W: gl.constexpr, round_, count, exists, PING_PONG: gl.constexpr):
+    """Start the product of a work item's queries and its first tile of keys, if it ``exists``."""
+    q_buffers, q_ready, q_empty = q_ring
+    k_buffers, k_ready, k_empty = k_ring
+    STAGES: gl.constexpr = k_buffers.shape[0]
+    BLOCK_N: gl.constexpr = k_buffers.shape[1]
+    Q_STAGES: gl.constexpr = q_buffers.shape[0] // 2
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    stage, q_stage = count % STAGES, round_ % Q_STAGES
+    mbarrier.wait(q_ready.index(q_stage), round_ // Q_STAGES & 1, pred=exists)
+    if PING_PONG:
+        mbarrier.wait(turn.index(W), (count & 1) ^ (1 - W), pred=exists)
+    mbarrier.wait(k_ready.index(stage), count // STAGES & 1, pred=exists)
+    q, keys = q_buffers.index(q_stage * 2 + W), k_buffers.index(stage).permute((1, 0))
+    score = warpgroup_mma(q, keys, nothing, use_acc=False, is_async=True)
+    if PING_PONG:
+        mbarrier.arrive(turn.index(1 - W), count=1, pred=exists)
+    return score
 
 
 @gluon.jit

@@ -52,20 +52,23 @@ class PagedV2SplitBackend(AttentionBackend):
         self.quantized = context.kv.name == "int8"
         self.head_dim_padded = max(64 if self.quantized else 16, triton.next_power_of_2(context.head_dim))
         if self.quantized:
-            self.tile, self.num_warps, programs_per_sm = 16, 1, (12, 12)
+            self.tile, self.num_warps, programs_per_sm = 16, 1, (11, 11)
         else:
             tile = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize))
             self.tile, self.num_warps, programs_per_sm = tile, 4, (2, 3)
         programs = [n * num_multiprocessors(context.device) // context.num_kv_heads for n in programs_per_sm]
         self.programs = [options.num_splits or max(n, 1) for n in programs]
-        self.work = WorkList(context, self.head_dim_padded, self.tile, max(self.programs))
-        self.fused_merge_from = 16 if self.quantized else 1
+        self.work = WorkList(context, self.head_dim_padded, max(self.programs))
+        self.fused_merge_from = 8
         self.asm = context.device.type == "cuda" and context.dtype != torch.float32
         self.pdl = supports_pdl(context.device)
-        self.max_registers = 168 if self.quantized and context.head_dim <= 128 else None
+        self.max_registers = 176 if self.quantized and context.head_dim <= 128 else None
 
     def plan_decode(self, meta: DecodeMetadata) -> int:
-        return self.work.plan(meta, self.programs[meta.num_seqs > self.programs[0]])
+        """Returns the number of programs per KV head."""
+        programs = self.programs[meta.num_seqs > self.programs[0]]
+        self.work.plan(meta, programs, self.tile)
+        return programs
 
     def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
         context, work = self.context, self.work
@@ -152,18 +155,11 @@ def paged_v2_split_kernel(
         gdc_wait()
     begin = tl.load(shares + program * SHARE)
     stop = tl.load(shares + program * SHARE + 1)
-    next_seq = tl.load(shares + program * SHARE + 2)
-    next_start = tl.load(shares + program * SHARE + 3)
-    next_end = tl.load(shares + program * SHARE + 4)
-    next_first = tl.load(shares + program * SHARE + 5)
-    next_pieces = tl.load(shares + program * SHARE + 6)
     for item in range(begin, stop):
-        seq, start, end, first, pieces = next_seq, next_start, next_end, next_first, next_pieces
-        next_seq = tl.load(items + (item + 1) * ITEM)
-        next_start = tl.load(items + (item + 1) * ITEM + 1)
-        next_end = tl.load(items + (item + 1) * ITEM + 2)
-        next_first = tl.load(items + (item + 1) * ITEM + 3)
-        next_pieces = tl.load(items + (item + 1) * ITEM + 4)
+        seq = tl.load(items + item * ITEM)
+        start = tl.load(items + item * ITEM + 1)
+        end = tl.load(items + item * ITEM + 2)
+        pieces = tl.load(items + item * ITEM + 4)
         q_group = q + seq.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
         out_group = out + seq.to(tl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
         block_row = block_table + seq.to(tl.int64) * table_stride
@@ -222,6 +218,8 @@ def paged_v2_split_kernel(
 
     if FUSED_MERGE:
         tl.debug_barrier()  # every thread's parts are written before one of them announces them
+        begin = tl.load(shares + program * SHARE)  # again: two registers less in the loop above
+        stop = tl.load(shares + program * SHARE + 1)
         for item in range(begin, stop, tl.maximum(stop - 1 - begin, 1)):  # the first and the last
             seq = tl.load(items + item * ITEM)
             first = tl.load(items + item * ITEM + 3)

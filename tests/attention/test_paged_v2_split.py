@@ -22,19 +22,19 @@ class TestPagedV2SplitInPieces(AttentionBackendSuite):
     options = {"num_splits": 5}
 
 
-def work_list(programs: int, step: int, max_num_seqs: int) -> WorkList:
+def work_list(programs: int, max_num_seqs: int) -> WorkList:
     device = torch.device("cpu")
     kv = SimpleNamespace(name="bf16")
     context = AttentionContext(2, 1, 8, 1.0, torch.float32, device, 16, max_num_seqs, 1, 1, kv)  # type: ignore[arg-type]
-    return WorkList(context, width=8, step=step, programs=programs)
+    return WorkList(context, width=8, programs=programs)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.integers(1, 30), st.sampled_from([16, 64]))
 def test_plan_cuts_the_batch_evenly(context_lens: list[int], programs: int, step: int) -> None:
-    work = work_list(programs, step, max_num_seqs=20)
+    work = work_list(programs, max_num_seqs=20)
     lens = torch.tensor(context_lens, dtype=torch.int32)
-    assert work.plan(DecodeMetadata(len(lens), lens, lens, lens, (), 0), programs) == programs
+    work.plan(DecodeMetadata(len(lens), lens, lens, lens, (), 0), programs, step)
     total = sum(-(-n // step) for n in context_lens)
     chunk = max(1, -(-total // programs))
     shares = [tuple(row) for row in work.shares[:, :7].tolist()]

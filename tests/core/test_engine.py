@@ -397,8 +397,8 @@ def test_c31_stop_strings_end_generation_at_that_step_streamed_or_not(tiny_folde
         forced = llm.tokenizer.encode("The quick brown fox")
         params = SamplingParams(temperature=0, max_tokens=50, stop=["own fox"])
 
-        def force(logits, plan, _original=llm.engine.runner.sampler):
-            output = _original(logits, plan)
+        def force(*inputs, _original=llm.engine.runner.sampler):
+            output = _original(*inputs)
             seqs = [s for r in llm.engine.requests.values() for s in r.sequences]
             output.token_ids[0] = forced[seqs[0].num_output_tokens]
             return output

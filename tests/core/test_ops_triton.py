@@ -1,6 +1,6 @@
 """The Triton kernels of ``nanoserve.ops``: right in the interpreter, and compiled for GPUs that are not there.
 
-The skinny product is Gluon, which has no interpreter: its results are checked on a GPU (tests/gpu/ops_bench.py).
+The skinny product is Gluon, which has no interpreter: its results are checked on a GPU only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from nanoserve.engine.sampler import INV_TEMPERATURE, UNIFORM, Sampler, Sampling
 from nanoserve.ops import _elementwise
 from nanoserve.ops.activation import silu_and_mul_reference
 from nanoserve.ops.decode_inputs import DecodeInputs, decode_inputs_reference
+from nanoserve.ops.linear import linear, linear_add_, norm_linear, norm_swiglu
 from nanoserve.ops.norm import rms_norm_reference
 from nanoserve.ops.sample import sample
 
@@ -164,6 +165,40 @@ def test_broken_rows_are_reported_and_harm_no_other(random):
     assert last_tokens.tolist() == [max(0, token) for token in tokens]
 
 
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 17, 32, 33, 64, 65])
+def test_products_of_few_tokens(tokens, dtype):
+    """Every function on either side of every limit, tails of K and of the output; fp16 adds to an fp32 residual."""
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    for n, k in ((1000, 1032), (4096, 1024), (1024, 3072)):
+        x, weight, bias = (
+            randn(tokens, k, dtype=dtype),
+            randn(n, k, dtype=dtype, seed=1) / k**0.5,
+            randn(n, dtype=dtype, seed=2),
+        )
+        residual, h, norm_weight = (
+            randn(tokens, n, dtype=wide),
+            30 * randn(tokens, k, dtype=wide),
+            randn(k, dtype=dtype, seed=3),
+        )
+        product = x.double() @ weight.double().T + bias.double()
+        normed = rms_norm_reference(h.double(), norm_weight.double(), 1e-6) @ weight.double().T
+        pairs = [
+            (linear(x, weight, bias), product),
+            (linear(x, weight, bias, torch.float32), product),
+            (norm_linear(h, norm_weight, 1e-6, weight, bias), normed + bias.double()),
+            (norm_swiglu(h, norm_weight, 1e-6, weight), silu_and_mul_reference(normed)),
+            (linear_add_(residual.clone(), x, weight, bias), residual.double() + product),
+            (linear_add_(residual.clone(), x, weight), residual.double() + product - bias.double()),
+        ]
+        for i, (ours, reference) in enumerate(pairs):
+            assert relative_error(ours, reference) < torch.finfo(dtype).eps, (i, n, k)
+
+
 # -- compiled ---------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +233,8 @@ def launches():
         ),
         "qkv 1": skinny(1, 4096, 1024, norm=True),
         "o 8, bias": skinny(8, 1024, 2048, add=True, bias=tensor(1024)),
-        "gate_up 16": skinny(16, 6144, 1024, norm=True, swiglu=True),
+        "gate_up 8": skinny(8, 6144, 1024, norm=True, swiglu=True),
+        "o 16": skinny(16, 1024, 2048, add=True),
         "down 32, fp16": skinny(32, 1024, 3072, dtype=torch.float16, out_dtype=fp32, add=True),
         "gate_up 32": skinny(32, 6144, 1024, swiglu=True),
     }
@@ -237,7 +273,7 @@ def test_kernels_compile_without_spills(capability):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout.splitlines()[-1])
-    assert len(reports) == 12
+    assert len(reports) == 13
     for name, report in reports.items():
         assert report["stack"] == 0, name
         waits = [i for i, line in enumerate(report["sass"]) if "ACQBULK" in line]

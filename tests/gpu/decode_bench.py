@@ -45,7 +45,7 @@ SMS = 132
 
 
 def make_backend(name, context):
-    """``v1``, ``v2``, ``fused``, ``split[:programs[:fused_from]]``, ``hopper[:warps:stages:programs:fused_from:maxnreg]``."""
+    """``v1``, ``v2``, ``fused``, ``split[:programs[:fused_from]]``, ``hopper[:warps:programs:fused:maxnreg:cache]``."""
     kind, *args = name.split(":")
     numbers = [int(arg) for arg in args]
     if kind == "v1":
@@ -61,11 +61,11 @@ def make_backend(name, context):
         return backend
     backend = hopper_decode.HopperDecodeBackend(context, hopper_decode.HopperDecodeConfig())
     if numbers:
-        backend.num_warps, backend.stages, backend.programs, backend.fused_merge_from, registers = numbers
-        backend.work = _kernels.WorkList(context, D, 16 * backend.num_warps, backend.programs)
-        backend.extra = {"maxnreg": registers}
-        if backend.fused_merge_from == 998:  # what the merge costs: leave it out
-            backend.work.merge = lambda *args, **kwargs: None
+        num_warps, programs, fused, registers, cache = numbers
+        backend.override = (num_warps, programs, bool(fused))
+        backend.max_registers = registers
+        backend.extra = [{}, {"CACHE": ".cg"}, {"EVICT": "evict_first"}][cache]
+        backend.work = _kernels.WorkList(context, D, programs, min_steps=2)
     return backend
 
 
@@ -228,6 +228,8 @@ SHAPES = {
     "64x1024": [1024] * 64,
     "256x1024": [1024] * 256,
     "64x8192": [8192] * 64,
+    "128x1024": [1024] * 128,
+    "ragged32": ragged(32),
     "ragged64": ragged(64),
     "ragged256": ragged(256),
 }
