@@ -1,8 +1,8 @@
 """``task=bench``: how fast the composed engine is, on a workload of ``conf/bench``, beside what the hardware allows.
 
 Definitions. *Output tok/s*: generated tokens over the wall time from the first request's arrival to the last token.
-*TTFT*: arrival to first token, by the host's clock. *TPOT*: time per output token after the first, of the whole batch
-decoding together. Every engine call is warmed up first (compilation, graph capture); medians over ``repeat``.
+*TTFT*: wall time of a call that generates one token per prompt. *TPOT*: time of a step in which the whole batch decodes
+together, which is each sequence's time per output token. Every engine call is warmed up first (compilation, graph capture); medians over ``repeat``.
 """
 
 from __future__ import annotations
@@ -157,8 +157,10 @@ def latency(llm: LLM, workload: Latency) -> Report:
         report.rows.append(["TTFT", count, length, round(median, 2), round(min(times), 2), rate])
         report.figures[f"TTFT {count}x{length} ms"] = round(median, 2)
     prompt_len = max(1, workload.context - workload.output_len // 2)
-    params = SamplingParams(temperature=0.6, seed=1, ignore_eos=True, max_tokens=workload.output_len)
     for count in workload.batches:
+        # The first prompts decode while the last are still being read: let them not end before the window does.
+        longer = workload.output_len + count * prompt_len // llm.config.engine.max_num_batched_tokens
+        params = SamplingParams(temperature=0.6, seed=1, ignore_eos=True, max_tokens=longer)
         times = [tpot(llm, batch(count, prompt_len), params) for _ in range(workload.repeat + 1)][1:]
         median = statistics.median(times)
         report.rows.append(["TPOT", count, workload.context, round(median, 3), round(min(times), 3), ""])
@@ -167,15 +169,23 @@ def latency(llm: LLM, workload: Latency) -> Report:
 
 
 def tpot(llm: LLM, prompts: list[list[int]], params: Any) -> float:
-    """Milliseconds per output token while all of ``prompts`` decode: last first token to first last token."""
-    outputs = llm.generate(prompts, params)
-    begin = max(o.metrics.first_token_time or 0.0 for o in outputs)
-    end = max(o.metrics.finished_time or 0.0 for o in outputs)
-    steps = params.max_tokens - 1
-    first = min(o.metrics.first_token_time or 0.0 for o in outputs)
-    # Prefills that end at different steps decode for some steps in smaller batches; they are not counted.
-    skipped = 0 if begin == first else round((begin - first) / max(end - first, 1e-9) * steps)
-    return 1e3 * (end - begin) / max(1, steps - skipped)
+    """Milliseconds per decode step while all of ``prompts`` decode together: median over those steps."""
+    engine = llm.engine
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"bench-{i}", prompt, params)
+    while engine.scheduler.waiting:
+        engine.step()
+    times = []
+    engine.step()  # the first decode step of this batch may capture a graph
+    last = time.perf_counter()
+    while len(engine.scheduler.running) == len(prompts):
+        engine.step()
+        now = time.perf_counter()
+        times.append(1e3 * (now - last))
+        last = now
+    while engine.has_work:
+        engine.step()
+    return statistics.median(times[2:-2])
 
 
 def _warm_up(llm: LLM, prompts: Sequence[list[int]]) -> None:

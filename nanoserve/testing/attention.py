@@ -227,10 +227,14 @@ class AttentionCase:
         )
 
     def fused(self) -> AttentionCase:
-        """The same values, as slices of one fused qkv tensor: the token stride is larger than the heads need."""
+        """The same values, as the engine hands them over: v a slice of the fused qkv tensor, q and k of a rotated one.
+
+        Token strides are larger than the heads need, and v's is not k's.
+        """
         hq, hkv = self.context.num_q_heads, self.context.num_kv_heads
         fresh = [self.k, self.v] if self.phase == "prefill" else [self.q[:, :hkv]] * 2
-        q, k, v = torch.cat([self.q, *fresh], 1).split([hq, hkv, hkv], 1)
+        q, k, _ = torch.cat([self.q, fresh[0], self.q[:, :1]], 1).split([hq, hkv, 1], 1)
+        _, _, v = torch.cat([self.q, *fresh], 1).split([hq, hkv, hkv], 1)
         return replace(self, q=q, k=k, v=v)
 
 

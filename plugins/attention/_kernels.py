@@ -33,14 +33,25 @@ def qk_scale(context: AttentionContext) -> float:
     return context.scale * LOG2_E
 
 
-def supports_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch: a kernel starts while the one before it drains, and waits on the device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+@dataclass(frozen=True)
+class GPU:
+    """multiprocessors: their number. capability: (major, minor)."""
 
+    multiprocessors: int
+    capability: tuple[int, int]
 
-def num_multiprocessors(device: torch.device) -> int:
-    """1 in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    @classmethod
+    def of(cls, device: torch.device) -> GPU | None:
+        """None on the CPU, where kernels are interpreted."""
+        if device.type != "cuda":
+            return None
+        properties = torch.cuda.get_device_properties(device)
+        return cls(properties.multi_processor_count, (properties.major, properties.minor))
+
+    @property
+    def pdl(self) -> bool:
+        """Programmatic dependent launch: a kernel starts while the one before it drains, and waits on the device."""
+        return self.capability >= (9, 0)
 
 
 # -- reading the cache ------------------------------------------------------------------------------------------------

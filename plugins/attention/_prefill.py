@@ -75,12 +75,12 @@ def deal(records: np.ndarray, head_tiles: int, programs: int) -> np.ndarray:
     longest = np.argsort(-cost, axis=1, kind="stable")
     work = np.take_along_axis(work, longest[:, :, None], axis=1)
     cost = np.take_along_axis(cost, longest, axis=1)
-    dealt = np.empty((programs, rounds, 4), np.int32)
-    load = np.zeros(programs, np.int64)
+    owner, load = np.empty((rounds, programs), np.int64), np.zeros(programs, np.int64)
     for i in range(rounds):
-        least = load.argsort(kind="stable")
-        dealt[least, i] = work[i]
+        owner[i] = least = load.argsort(kind="stable")
         load[least] += cost[i]
+    dealt = np.empty((programs, rounds, 4), np.int32)
+    dealt[owner, np.arange(rounds)[:, None]] = work
     return dealt
 
 
@@ -109,3 +109,8 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Of the GPU; the interpreter counts as the oldest GPU that the tiled kernels support."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """1 on the CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from nanoserve_plugins.attention._kernels import ITEM, SHARE, WorkList, num_multiprocessors, qk_scale
+from nanoserve_plugins.attention._kernels import GPU, ITEM, SHARE, WorkList, qk_scale
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -45,7 +45,10 @@ class HopperDecodeBackend(AttentionBackend):
         self.quantized = context.kv.name == "int8"
         self.max_registers, self.warps_per_sm = (128, 16) if self.quantized else (168, 12)
         self.num_splits = options.num_splits
-        self.warps = self.warps_per_sm * num_multiprocessors(context.device) // context.num_kv_heads
+        gpu = GPU.of(context.device)
+        if gpu is None:
+            raise ValueError("hopper_decode cannot be interpreted; paged_v2_split is its portable twin")
+        self.warps = self.warps_per_sm * gpu.multiprocessors // context.num_kv_heads
         self.work = WorkList(context, context.head_dim, options.num_splits or self.warps, min_steps=2)
         self.override = None
         self.extra = {}

@@ -35,10 +35,11 @@ from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
 from nanoserve_plugins._launch import Launcher
-from nanoserve_plugins.attention._kernels import num_multiprocessors, qk_scale
+from nanoserve_plugins.attention._kernels import qk_scale
 from nanoserve_plugins.attention._prefill import (
     deal,
     fresh_rows,
+    num_multiprocessors,
     query_tiles,
     section_tokens,
     table_offsets,
@@ -172,7 +173,6 @@ def _consume(
     scale,
     HEADS: gl.constexpr,
     NUM_HEADS: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):
     """Warpgroup W's half of every work item of this program."""
     q_buffers, q_ready, q_empty = q_ring
@@ -191,12 +191,8 @@ def _consume(
     out_row = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
     dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
     count = 0
-    num_rounds = _num_rounds(records, rounds)
-    _, row, num_rows, position, head = _work(records, rounds, 0, HEADS)
-    score = _first_scores(q_ring, k_ring, turn, W, 0, count, True, PING_PONG)
-    for round_ in range(num_rounds):
-        more = round_ + 1 < num_rounds
-        _, next_row, next_num_rows, next_position, next_head = _work(records, rounds, round_ + more.to(gl.int32), HEADS)
+    for round_ in range(_num_rounds(records, rounds)):
+        _, row, num_rows, position, head = _work(records, rounds, round_, HEADS)
         num_keys = position + num_rows
         num_tiles = gl.cdiv(num_keys, BLOCK_N)
         if HEADS == 2:
@@ -208,10 +204,18 @@ def _consume(
         visible = position + row_id
         unmasked = gl.minimum((position + 1) // BLOCK_N, num_tiles)
 
+        q_stage = round_ % Q_STAGES
+        q = q_buffers.index(q_stage * 2 + W)
+        mbarrier.wait(q_ready.index(q_stage), round_ // Q_STAGES & 1)
         # The first tile holds key 0, which every row sees: from then on the maximum is finite.
-        q = q_buffers.index(round_ % Q_STAGES * 2 + W)
+        stage = count % STAGES
+        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+        mbarrier.wait(turn.index(W), (count & 1) ^ (1 - W))
+        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
+        score = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        mbarrier.arrive(turn.index(1 - W), count=1)
         score = warpgroup_mma_wait(0, [score])
-        mbarrier.arrive(k_empty.index(count % STAGES), count=1)
+        mbarrier.arrive(k_empty.index(stage), count=1)
         key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, score_layout))
         score = gl.where(key[None, :] <= visible[:, None], score, float("-inf"))
         maximum = gl.max(score, 1)
@@ -220,18 +224,18 @@ def _consume(
         state = (p, gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout), maximum, gl.sum(weight, 1))
 
         for _ in range(1, unmasked):
-            state = _step(q, k_ring, v_ring, turn, W, count, state, scale, visible, False, BLOCK_N, PING_PONG)
+            state = _step(q, k_ring, v_ring, turn, W, count, state, scale, visible, False, BLOCK_N)
             count += 1
         # The last tile is often at most half visible; then half of it is all that is computed.
         first_masked = gl.maximum(unmasked, 1)
         half = gl.where((num_tiles > first_masked) & (num_tiles * BLOCK_N - num_keys >= BLOCK_N // 2), 1, 0)
         for tile in range(first_masked, num_tiles - half):
             limit = visible - tile * BLOCK_N
-            state = _step(q, k_ring, v_ring, turn, W, count, state, scale, limit, True, BLOCK_N, PING_PONG)
+            state = _step(q, k_ring, v_ring, turn, W, count, state, scale, limit, True, BLOCK_N)
             count += 1
         if half > 0:
             limit = visible - (num_tiles - 1) * BLOCK_N
-            short = _step(q, k_ring, v_ring, turn, W, count, state, scale, limit, True, BLOCK_N // 2, PING_PONG)
+            short = _step(q, k_ring, v_ring, turn, W, count, state, scale, limit, True, BLOCK_N // 2)
             count += 1
             acc = _last_product(short[0], short[1], v_ring, count, BLOCK_N // 2)
             total = short[3]
@@ -241,40 +245,15 @@ def _consume(
         mbarrier.arrive(v_empty.index(count % STAGES), count=1)
         count += 1
 
-        # The next item's first product runs while this one's result is stored: through its own Q buffer, which nothing
-        # reads any more, to rows of 16-byte stores. After the last item it multiplies what lies there, for nobody.
-        score = _first_scores(q_ring, k_ring, turn, W, round_ + 1, count, more, PING_PONG)
+        # Through the tile's own Q buffer, which nothing reads any more, to rows of 16-byte stores.
         share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
         q.store((acc * share[:, None]).to(dtype))
         result = q.load(out_layout)
         fence_async_shared()
-        mbarrier.arrive(q_empty.index(round_ % Q_STAGES), count=1)
+        mbarrier.arrive(q_empty.index(q_stage), count=1)
         first = out + (row.to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
         target = first + out_row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
         gl.store(target, result, mask=(out_row < num_rows)[:, None])
-        row, num_rows, position, head = next_row, next_num_rows, next_position, next_head
-    warpgroup_mma_wait(0, [score])
-
-
-@gluon.jit
-def _first_scores(q_ring, k_ring, turn, W: gl.constexpr, round_, count, exists, PING_PONG: gl.constexpr):
-    """Start the product of a work item's queries and its first tile of keys, if it ``exists``."""
-    q_buffers, q_ready, q_empty = q_ring
-    k_buffers, k_ready, k_empty = k_ring
-    STAGES: gl.constexpr = k_buffers.shape[0]
-    BLOCK_N: gl.constexpr = k_buffers.shape[1]
-    Q_STAGES: gl.constexpr = q_buffers.shape[0] // 2
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
-    stage, q_stage = count % STAGES, round_ % Q_STAGES
-    mbarrier.wait(q_ready.index(q_stage), round_ // Q_STAGES & 1, pred=exists)
-    if PING_PONG:
-        mbarrier.wait(turn.index(W), (count & 1) ^ (1 - W), pred=exists)
-    mbarrier.wait(k_ready.index(stage), count // STAGES & 1, pred=exists)
-    q, keys = q_buffers.index(q_stage * 2 + W), k_buffers.index(stage).permute((1, 0))
-    score = warpgroup_mma(q, keys, nothing, use_acc=False, is_async=True)
-    if PING_PONG:
-        mbarrier.arrive(turn.index(1 - W), count=1, pred=exists)
-    return score
 
 
 @gluon.jit
@@ -290,7 +269,6 @@ def _step(
     limit,
     MASKED: gl.constexpr,
     KEYS: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):
     """Scores of the next tile and the last tile's p·V, both in flight; then the softmax of the scores.
 
@@ -305,15 +283,13 @@ def _step(
     score_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
     last, next_ = count % STAGES, (count + 1) % STAGES
     nothing = gl.zeros([ROWS, KEYS], gl.float32, score_layout)
-    if PING_PONG:
-        mbarrier.wait(turn.index(W), (count + 1 & 1) ^ (1 - W))
+    mbarrier.wait(turn.index(W), (count + 1 & 1) ^ (1 - W))
     mbarrier.wait(k_ready.index(next_), (count + 1) // STAGES & 1)
     keys = k_buffers.index(next_).slice(0, KEYS).permute((1, 0))
     score = warpgroup_mma(q, keys, nothing, use_acc=False, is_async=True)
     mbarrier.wait(v_ready.index(last), count // STAGES & 1)
     acc = warpgroup_mma(p, v_buffers.index(last), acc, is_async=True)
-    if PING_PONG:
-        mbarrier.arrive(turn.index(1 - W), count=1)
+    mbarrier.arrive(turn.index(1 - W), count=1)
     score = warpgroup_mma_wait(1, [score])
     mbarrier.arrive(k_empty.index(next_), count=1)
     if MASKED:
@@ -374,7 +350,6 @@ def flash_kernel(
     BOX: gl.constexpr,  # keys that one TMA box brings
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):
     NUM_HEADS: gl.constexpr = KV_HEADS * GROUP
     q_ring = _ring(q_tiles.dtype, 2, 2, ROWS, HEAD_DIM)
@@ -386,8 +361,8 @@ def flash_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_consume, (0, out, records, rounds, q_ring, k_ring, v_ring, turn, scale, HEADS, NUM_HEADS, PING_PONG)),
-            (_consume, (1, out, records, rounds, q_ring, k_ring, v_ring, turn, scale, HEADS, NUM_HEADS, PING_PONG)),
+            (_consume, (0, out, records, rounds, q_ring, k_ring, v_ring, turn, scale, HEADS, NUM_HEADS)),
+            (_consume, (1, out, records, rounds, q_ring, k_ring, v_ring, turn, scale, HEADS, NUM_HEADS)),
             (_produce, (True, q_tiles, k_tiles, records, rounds, block_table, q_ring, k_ring,
                         HEADS, GROUP, KV_HEADS, PAGE, HEAD_ROWS, BOX)),
             (_produce, (False, q_tiles, v_tiles, records, rounds, block_table, q_ring, v_ring,
@@ -454,11 +429,10 @@ class Group:
 
 @dataclass(slots=True)
 class HopperPlan:
-    """dense: a fresh prompt, whose K and V are the step's own. ping_pong: consumers take turns at the tensor cores."""
+    """dense: a fresh prompt, whose K and V are the step's own."""
 
     groups: list[Group]
     dense: bool
-    ping_pong: bool
 
 
 class HopperFlashBackend(AttentionBackend):
@@ -489,16 +463,16 @@ class HopperFlashBackend(AttentionBackend):
     def plan_prefill(self, meta: PrefillMetadata) -> HopperPlan | FlashPlan:
         if meta.max_seqlen_k <= 256:
             return self.few_tokens.plan_prefill(meta)
-        return self.plan(meta, ping_pong=meta.max_seqlen_k <= 4096)
+        return self.plan(meta)
 
-    def plan(self, meta: PrefillMetadata, ping_pong: bool) -> HopperPlan:
+    def plan(self, meta: PrefillMetadata) -> HopperPlan:
         if meta.has_prefix and self.context.kv.layers[0].k.dtype != self.context.dtype:
             if self.scratch is None:  # an unquantised cache whose dtype is not the compute dtype
                 self.scratch = self._new_scratch()
-            return HopperPlan(self._unpacked_groups(meta), False, ping_pong)
+            return HopperPlan(self._unpacked_groups(meta), False)
         dense = not meta.has_prefix
         records = query_tiles(meta, self.tokens, self.section, fresh_rows(meta) if dense else None)
-        return HopperPlan([Group(self._dealt(records))], dense, ping_pong)
+        return HopperPlan([Group(self._dealt(records))], dense)
 
     def _dealt(self, records: np.ndarray) -> torch.Tensor:
         work = deal(records, self.context.num_q_heads // self.heads, self.num_programs)
@@ -549,7 +523,7 @@ class HopperFlashBackend(AttentionBackend):
             self.flash(
                 group.records.shape[0],
                 (queries, keys, values, out, group.records, rounds, meta.block_table, qk_scale(context)),
-                (page, head_rows, plan.ping_pong),
+                (page, head_rows),
                 lambda page=page, head_rows=head_rows, box=box: {
                     "HEADS": self.heads,
                     "GROUP": self.group,
@@ -560,7 +534,6 @@ class HopperFlashBackend(AttentionBackend):
                     "BOX": box,
                     "BLOCK_N": BLOCK_N,
                     "STAGES": 2 if context.head_dim > 64 else 4,
-                    "PING_PONG": plan.ping_pong,
                     "num_warps": 4,
                 },
             )

@@ -15,16 +15,15 @@ import torch
 import triton
 import triton.language as tl
 from nanoserve_plugins.attention._kernels import (
+    GPU,
     ITEM,
     SHARE,
     WorkList,
     attend_group,
     attend_group_words,
     merge_pieces,
-    num_multiprocessors,
     qk_scale,
     store_heads,
-    supports_pdl,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -56,12 +55,14 @@ class PagedV2SplitBackend(AttentionBackend):
         else:
             tile = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize))
             self.tile, self.num_warps, programs_per_sm = tile, 4, (2, 3)
-        programs = [n * num_multiprocessors(context.device) // context.num_kv_heads for n in programs_per_sm]
+        gpu = GPU.of(context.device)
+        multiprocessors = gpu.multiprocessors if gpu else 1
+        programs = [n * multiprocessors // context.num_kv_heads for n in programs_per_sm]
         self.programs = [options.num_splits or max(n, 1) for n in programs]
         self.work = WorkList(context, self.head_dim_padded, max(self.programs))
         self.fused_merge_from = 8
-        self.asm = context.device.type == "cuda" and context.dtype != torch.float32
-        self.pdl = supports_pdl(context.device)
+        self.asm = gpu is not None and context.dtype != torch.float32
+        self.pdl = gpu is not None and gpu.pdl
         self.max_registers = 176 if self.quantized and context.head_dim <= 128 else None
 
     def plan_decode(self, meta: DecodeMetadata) -> int:

@@ -65,8 +65,10 @@ def flash_kernel(
     scale,  # softmax scale × log2 e
     Q_TOKEN: tl.constexpr,  # strides in elements
     Q_HEAD: tl.constexpr,
-    KV_TOKEN: tl.constexpr,  # of dense K and V
-    KV_HEAD: tl.constexpr,
+    K_TOKEN: tl.constexpr,  # of dense K and V, which may be views of different tensors
+    K_HEAD: tl.constexpr,
+    V_TOKEN: tl.constexpr,
+    V_HEAD: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,  # tokens per cache block, 0 when K and V are dense
@@ -108,14 +110,16 @@ def flash_kernel(
             key = start + tl.arange(0, BLOCK_N)
             if PAGE == 0:
                 kv_row = (source + key).to(tl.int64)
-                offset = kv_row * KV_TOKEN + kv_head * KV_HEAD
+                k_offset = kv_row * K_TOKEN + kv_head * K_HEAD
+                v_offset = kv_row * V_TOKEN + kv_head * V_HEAD
             else:
                 kv_row = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + key % PAGE
-                offset = kv_row * HEAD_DIM
+                k_offset = kv_row * HEAD_DIM
+                v_offset = k_offset
             if TMA and not DIAGONAL:
                 if PAGE == 0:
-                    k_tile = k_tiles.load([source + start, kv_head * KV_HEAD]).T
-                    v_tile = v_tiles.load([source + start, kv_head * KV_HEAD])
+                    k_tile = k_tiles.load([source + start, kv_head * K_HEAD]).T
+                    v_tile = v_tiles.load([source + start, kv_head * V_HEAD])
                 else:
                     tile_row = (page * KV_HEADS + kv_head) * PAGE + start % PAGE
                     k_tile = k_tiles.load([tile_row, 0]).T
@@ -126,11 +130,11 @@ def flash_kernel(
                 if DIAGONAL:
                     kv_mask &= (key < num_keys)[:, None]
                 if DIAGONAL or BLOCK_D != HEAD_DIM:
-                    k_tile = tl.load(k + offset[:, None] + dim[None, :], mask=kv_mask, other=0).T
-                    v_tile = tl.load(v + offset[:, None] + dim[None, :], mask=kv_mask, other=0)
+                    k_tile = tl.load(k + k_offset[:, None] + dim[None, :], mask=kv_mask, other=0).T
+                    v_tile = tl.load(v + v_offset[:, None] + dim[None, :], mask=kv_mask, other=0)
                 else:
-                    k_tile = tl.load(k + offset[:, None] + dim[None, :]).T
-                    v_tile = tl.load(v + offset[:, None] + dim[None, :])
+                    k_tile = tl.load(k + k_offset[:, None] + dim[None, :]).T
+                    v_tile = tl.load(v + v_offset[:, None] + dim[None, :])
 
             score = tl.dot(query, k_tile.to(query.dtype), input_precision="ieee")
             if QUANTIZED:  # a scale per key multiplies its column of scores, and its column of p (not of the sum)
@@ -224,11 +228,12 @@ class TritonFlashBackend(AttentionBackend):
         k_scale, v_scale = layer.k_scale, layer.v_scale
         if plan.dense:
             page, k_scale, v_scale = 0, None, None
-            use_tma = self.use_tma and k.stride(1) == context.head_dim
+            use_tma = self.use_tma and k.stride(1) == v.stride(1) == context.head_dim
         else:
             page, k, v = context.block_size, layer.k, layer.v
             use_tma = self.use_tma and page % tile.block_n == 0
-        strides = (*q.stride()[:2], *k.stride()[:2]) if plan.dense else (*q.stride()[:2], 0, 0)
+        dense_strides = (*k.stride()[:2], *v.stride()[:2]) if plan.dense else (0, 0, 0, 0)
+        strides = (*q.stride()[:2], *dense_strides)
         k_tiles = tile_descriptor(k, page, tile.block_n) if use_tma else None
         v_tiles = tile_descriptor(v, page, tile.block_n) if use_tma else None
         self.flash(
@@ -238,8 +243,10 @@ class TritonFlashBackend(AttentionBackend):
             lambda: {
                 "Q_TOKEN": strides[0],
                 "Q_HEAD": strides[1],
-                "KV_TOKEN": strides[2],
-                "KV_HEAD": strides[3],
+                "K_TOKEN": strides[2],
+                "K_HEAD": strides[3],
+                "V_TOKEN": strides[4],
+                "V_HEAD": strides[5],
                 "GROUP": self.group,
                 "KV_HEADS": context.num_kv_heads,
                 "PAGE": page,

@@ -1,18 +1,18 @@
-"""The suite runs where the kernel does, on a Hopper GPU. Elsewhere its host side is tested: a reader of the same plans in
-torch stands in for the kernel, so tiles, work lists, key addresses and the unpacking of INT8 pages are checked."""
+"""The suite runs where the kernel does, on a Hopper GPU. Elsewhere its host side is tested: a reader of the same plans
+in torch stands in for the kernel, so tiles, work lists, key addresses and the unpacking of INT8 pages are checked."""
 
 import random
 
 import numpy as np
 import pytest
 import torch
-from nanoserve_plugins.attention._prefill import deal, tile_records
-from nanoserve_plugins.attention.hopper_flash import BLOCK_N, HopperFlashBackend, HopperFlashConfig
 
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.registry import Registry
 from nanoserve.testing import AttentionBackendSuite
 from nanoserve.testing.attention import assert_close, make_case, make_context
+from nanoserve_plugins.attention._prefill import deal, tile_records
+from nanoserve_plugins.attention.hopper_flash import BLOCK_N, HopperFlashBackend, HopperFlashConfig
 
 
 class TestHopperFlash(AttentionBackendSuite):

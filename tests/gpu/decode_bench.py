@@ -73,21 +73,17 @@ def make_backend(name, context):
 
 
 def compile_job(job):
-    """Compile what ``job`` = (candidate, format, block size, batch) launches; the real launch finds it in the cache."""
+    """Compile what ``job`` = (candidate, format, block size, batch, heads) launches; the launch finds it in the cache."""
     from helpers.triton_compile import compile_launches
 
-    name, fmt, block_size, batch = job
-    for module in (_kernels, paged_v2_split, hopper_decode):
-        for function, value in (("supports_pdl", True), ("num_multiprocessors", SMS)):
-            if function in vars(module):
-                setattr(module, function, lambda device, value=value: value)
-    kv = FORMATS[fmt].factory(FORMATS[fmt].config(), KVCacheShape(1, HKV, D, block_size, torch.bfloat16, torch.device("cpu")))
+    name, fmt, block_size, batch, (hq, hkv, d, dtype) = job
+    cpu = torch.device("cpu")
+    kv = FORMATS[fmt].factory(FORMATS[fmt].config(), KVCacheShape(1, hkv, d, block_size, dtype, cpu))
     kv.allocate(4)
-    context = AttentionContext(HQ, HKV, D, D**-0.5, torch.bfloat16, torch.device("cpu"), block_size, 256, 1, 1, kv)
+    context = AttentionContext(hq, hkv, d, d**-0.5, dtype, cpu, block_size, 256, 1, 1, kv)
+    _kernels.GPU.of = lambda device: _kernels.GPU(SMS, (9, 0))
     backend = make_backend(name, context)
-    if name.startswith("split"):
-        backend.asm = True
-    q = torch.zeros(batch, HQ, D, dtype=torch.bfloat16)
+    q = torch.zeros(batch, hq, d, dtype=dtype)
     table = torch.zeros(batch, 64, dtype=torch.int32)
     meta = DecodeMetadata(batch, torch.zeros(batch, dtype=torch.int32), table, table[:, 0], (), 0)
 
@@ -96,11 +92,11 @@ def compile_job(job):
         backend.decode(q, kv.layers[0], meta, torch.empty_like(q))
 
     try:
-        return f"{fmt} {name} bs{block_size}: " + "; ".join(
+        return f"{fmt} {name} {job[2:]}: " + "; ".join(
             str(kernel) for kernel in compile_launches(launch, 90) if kernel.name not in ("_plan", "_merge")
         )
     except Exception as error:
-        return f"{fmt} {name} bs{block_size}: {type(error).__name__} {str(error)[:300]}"
+        return f"{fmt} {name} {job[2:]}: {type(error).__name__} {str(error)[:300]}"
 
 
 def compile_stage(jobs):
@@ -137,6 +133,46 @@ def check_stage(candidates, seeds=4):
                     total, token = relative_error(case.run(backend)[live], expected)
                     worst[name] = max(worst[name], total, token / 3)
         print(fmt, " ".join(f"{name}={error:.4f}" for name, error in worst.items()), flush=True)
+
+
+HEADS = [  # query heads, KV heads, head size, dtype
+    (16, 8, 128, torch.bfloat16),
+    (32, 8, 128, torch.float16),
+    (8, 1, 128, torch.bfloat16),
+    (6, 2, 64, torch.float16),
+    (4, 4, 64, torch.bfloat16),
+    (4, 2, 96, torch.bfloat16),
+    (4, 2, 256, torch.bfloat16),
+    (10, 5, 32, torch.float16),
+]
+
+
+def fuzz_jobs(name):
+    return [(HEADS[i], (16, 64, 256, 48)[i % 4]) for i in range(5 if name == "hopper" else 8)]
+
+
+def fuzz_stage(per_heads=28):
+    """Random ragged batches, 28 for each of the kernel's kinds of heads, at default settings; NaN-poisoned caches."""
+    for fmt, names in {"bf16": ("v1", "v2", "split", "hopper"), "int8": ("fused", "v2", "split", "hopper")}.items():
+        for name in names:
+            worst, count = 0.0, 0
+            for heads, block_size in fuzz_jobs(name):
+                rng = random.Random(str((fmt, name, heads)))
+                hq, hkv, d, dtype = heads
+                context = make_context(FORMATS[fmt], num_q_heads=hq, num_kv_heads=hkv, head_dim=d, dtype=dtype,
+                                       device="cuda", block_size=block_size, num_blocks=16000 // block_size, max_num_seqs=64)
+                backend = make_backend(name, context)
+                for seed in range(per_heads):
+                    longest = rng.choice([20, 200, 700, 3000])
+                    lens = [rng.randint(0, longest) for _ in range(rng.randint(1, min(40, 8000 // longest)))]
+                    lens[-1] = longest
+                    case = make_case(context, lens, seed=seed)
+                    if seed % 2:
+                        case = case.fused()
+                    live = [i for i, n in enumerate(lens) if n]
+                    total, token = relative_error(case.run(backend)[live], case.expected()[live])
+                    worst, count = max(worst, total, token / 3), count + 1
+            print(f"fuzz {fmt} {name}: {count} shapes, error {worst:.4f}", flush=True)
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
@@ -275,10 +311,15 @@ if __name__ == "__main__":
 
     stages = sys.argv[1:]
     if "compile" in stages:
-        jobs = {(name, fmt, block_size, len(SHAPES[shape])) for fmt, block_size, shape, names in PLANS for name in names}
-        jobs |= {(name, fmt, bs, b) for fmt, names in CHECKS.items() for name in names for bs in (16, 32, 64, 256) for b in (1, 40)}
-        compile_stage(sorted(job for job in jobs if job[0] not in ("cudnn", "plan")))
+        jobs = {(name, fmt, bs, len(SHAPES[shape]), HEADS[0]) for fmt, bs, shape, names in PLANS for name in names}
+        for fmt, names in CHECKS.items():
+            jobs |= {(name, fmt, bs, b, HEADS[0]) for name in names for bs in (16, 32, 64, 256) for b in (1, 5, 40, 130)}
+        for fmt, names in {"bf16": ("v1", "v2", "split", "hopper"), "int8": ("fused", "v2", "split", "hopper")}.items():
+            jobs |= {(name, fmt, bs, b, heads) for name in names for heads, bs in fuzz_jobs(name) for b in (1, 5, 10, 20)}
+        compile_stage(sorted((job for job in jobs if job[0] not in ("cudnn", "plan")), key=str))
     if "check" in stages:
         check_stage(CHECKS)
+    if "fuzz" in stages:
+        fuzz_stage()
     if "time" in stages:
         time_stage(PLANS)
