@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from nanoserve.config import CONFIG_PATHS, EngineConfig
 from nanoserve.contracts.errors import RequestError
 from nanoserve.engine.build import build_engine
@@ -97,20 +99,7 @@ class LLM:
         is checked and queued at once, so errors are raised here and not at the first ``next``.
         """
         text, ids = self._tokenize(prompt)
-        request_id = self._add(ids, params or SamplingParams(), prompt=text, stream=True)
-        return self._deltas(request_id)
-
-    def _deltas(self, request_id: str) -> Iterator[RequestOutput]:
-        try:
-            while True:
-                while not self._inbox[request_id]:
-                    self._step()
-                output = self._inbox[request_id].popleft()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._forget(request_id)
+        return _Stream(self, self._add(ids, _one(params), prompt=text, stream=True))
 
     def chat(
         self,
@@ -154,27 +143,29 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer; give token ids")
             return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
         if isinstance(prompt, list):
-            return None, prompt
+            return None, [int(t) if isinstance(t, np.integer) else t for t in prompt]
         raise RequestError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}")
 
     @staticmethod
     def _as_list(prompts: Any) -> list[Any]:
         if isinstance(prompts, str):
             return [prompts]
+        if isinstance(prompts, np.ndarray):
+            prompts = prompts.tolist()
         if not isinstance(prompts, list):
             raise RequestError(f"prompts are a string, a list of strings or lists of ids, not {type(prompts).__name__}")
-        return [prompts] if prompts and all(type(p) is int for p in prompts) else prompts
+        return [prompts] if prompts and all(isinstance(p, int | np.integer) for p in prompts) else prompts
 
     @staticmethod
     def _params_for(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if params is None:
-            params = SamplingParams()
-        if isinstance(params, SamplingParams):
-            return [params] * count
+        if not isinstance(params, list):
+            return [_one(params)] * count
         if len(params) != count:
             raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one for each")
-        return params
+        return [_one(p) for p in params]
 
     def _add(self, ids: list[int], params: SamplingParams, *, prompt: str | None, stream: bool = False) -> str:
         request_id = f"llm-{next(self._ids)}"
@@ -183,8 +174,11 @@ class LLM:
         return request_id
 
     def _step(self) -> None:
-        """One engine step; its reports go to whoever waits for them (several streams may be open)."""
-        for output in self.engine.step():
+        self._deliver(self.engine.step())
+
+    def _deliver(self, reports: list[RequestOutput]) -> None:
+        """Reports go to whoever waits for them: several streams may be open."""
+        for output in reports:
             inbox = self._inbox.get(output.request_id)
             if inbox is not None:
                 inbox.append(output)
@@ -192,6 +186,48 @@ class LLM:
     def _forget(self, request_id: str) -> None:
         self.engine.abort(request_id)
         self._inbox.pop(request_id, None)
+        if not self.engine.requests:  # nobody will step again to commit what is in flight
+            self._deliver(self.engine.drain())
+
+
+class _Stream(Iterator[RequestOutput]):
+    """The deltas of one request. Closed, or forgotten by its owner, it aborts the request."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm: LLM | None = llm
+        self._id = request_id
+
+    def __next__(self) -> RequestOutput:
+        if self._llm is None:
+            raise StopIteration
+        inbox = self._llm._inbox[self._id]
+        try:
+            while not inbox:
+                self._llm._step()
+        except BaseException:
+            self.close()
+            raise
+        output = inbox.popleft()
+        if output.finished:
+            self.close()
+        return output
+
+    def close(self) -> None:
+        """Abort the request unless it has ended. Idempotent."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm._forget(self._id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _one(params: SamplingParams | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams or a list of them, not {type(params).__name__}")
+    return params
 
 
 def _bar(total: int, *, enabled: bool) -> Any:

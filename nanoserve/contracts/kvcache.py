@@ -106,10 +106,10 @@ class KVCacheFormat(ABC):
         return None
 
     def export_blocks(self, block_ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Copy whole blocks out (offload, moving a sequence): CPU tensors whose first two axes are [layer, block]."""
+        """Copy whole blocks out (offload, moving a sequence): bytes on the CPU whose first axes are [layer, block]."""
         index = torch.tensor(list(block_ids), device=self.shape.device)
         return {
-            field: torch.stack([getattr(layer, field).index_select(0, index) for layer in self.layers]).cpu()
+            field: torch.stack([_as_bytes(getattr(layer, field)).index_select(0, index) for layer in self.layers]).cpu()
             for field in ("k", "v", "k_scale", "v_scale")
             if getattr(self.layers[0], field) is not None
         }
@@ -119,11 +119,16 @@ class KVCacheFormat(ABC):
         index = torch.tensor(list(block_ids), device=self.shape.device)
         for field, values in payload.items():
             for i, layer in enumerate(self.layers):
-                getattr(layer, field).index_copy_(0, index, values[i].to(self.shape.device))
+                _as_bytes(getattr(layer, field)).index_copy_(0, index, values[i].to(self.shape.device))
 
     def close(self) -> None:
         """Drop every tensor. The cache cannot be used afterwards."""
         self.layers = []
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Blocks move as bytes: torch has no indexed copy for some storage dtypes (float8)."""
+    return tensor.view(torch.uint8)
 
 
 @dataclass(frozen=True)

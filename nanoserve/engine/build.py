@@ -103,7 +103,13 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
             num_blocks = blocks_on_gpu(kv.bytes_per_block(), peak, options.gpu_memory_utilization, device) - 1
         else:
             num_blocks = blocks_on_cpu(kv.bytes_per_block(), options.max_num_seqs, blocks_per_seq)
-    kv.allocate(num_blocks + 1)  # one more than is handed out: the scratch block takes the writes of padding rows
+    try:
+        kv.allocate(num_blocks + 1)  # one more than is handed out: the scratch block takes the writes of padding rows
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises the plain one
+        size = num_blocks * kv.bytes_per_block() / 2**30
+        raise ConfigError(
+            f"engine.num_kv_blocks={num_blocks}: {size:.1f} GiB for the KV cache could not be allocated; lower it"
+        ) from error
     log.info(
         "KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB (%d bytes per token)",
         num_blocks,

@@ -21,6 +21,8 @@ from nanoserve.tokenizer import Tokenizer
 
 log = logging.getLogger("nanoserve")
 
+NO_TOKEN = "no token can be chosen: the logits are not finite, or logit_bias or min_tokens excludes every token"
+
 
 class _Request:
     """A request in the engine: its ``n`` sequences and what has been said of them."""
@@ -207,6 +209,11 @@ class Engine:
         """True while ``step`` has something to do or to report."""
         return self._in_flight is not None or self.scheduler.has_unfinished or bool(self._dirty)
 
+    def drain(self) -> list[RequestOutput]:
+        """Commit the step in flight, if there is one, without starting another; reports as ``step`` does."""
+        self._commit_in_flight()
+        return self._report()
+
     # ---------------------------------------------------------------- the loop
 
     def step(self) -> list[RequestOutput]:
@@ -214,18 +221,33 @@ class Engine:
         overlap = self.overlap and not self._num_history
         if self._in_flight is not None and not overlap:
             self._commit_in_flight()
-        schedule = self.scheduler.schedule()
+        schedule = self._schedule()
         launched = self._launch(schedule) if schedule else None
         if self._in_flight is not None:
             self._commit_in_flight()
-        elif launched is None and self.scheduler.has_unfinished and not schedule:
-            self._stalled()
+        elif not schedule and self.scheduler.has_unfinished:
+            self._scheduler_failed("scheduled nothing although nothing is in flight")
         self._in_flight = launched
         if launched is not None and not overlap:
             self._commit_in_flight()
         if self.debug:
             self.blocks.audit()
         return self._report()
+
+    def _schedule(self) -> Schedule:
+        """What the scheduler decides. One that raises or breaks a rule costs its requests, not the engine."""
+        try:
+            schedule = self.scheduler.schedule()
+        except Exception as error:
+            log.exception("the scheduler failed")
+            return self._scheduler_failed(f"raised {type(error).__name__}: {error}")
+        if not isinstance(schedule, Schedule):
+            return self._scheduler_failed(f"returned {type(schedule).__name__}, not a Schedule")
+        if schedule.prefill or len(schedule.decode) > 1:
+            chosen = [*schedule.decode, *(seq for seq, _ in schedule.prefill)]
+            if len(set(map(id, chosen))) != len(chosen):
+                return self._scheduler_failed("chose a sequence twice in one step")
+        return schedule
 
     def _launch(self, schedule: Schedule) -> InFlight | None:
         self._steps += 1
@@ -281,7 +303,7 @@ class Engine:
         output: _Output = seq.state  # type: ignore[assignment]
         request = output.request
         if token < 0:
-            return self._finish(seq, "error", error="the model produced logits that are not finite")
+            return self._finish(seq, "error", error=NO_TOKEN)
         self._generation_tokens += 1
         if request.metrics.first_token_time is None:
             self._first_token(request)
@@ -369,13 +391,23 @@ class Engine:
         else:
             self.blocks.commit(seq, [])
 
-    def _stalled(self) -> None:
-        """Nothing runs, nothing is in flight, yet sequences are queued: a scheduler's bug must not become a hang."""
-        message = f"{type(self.scheduler).__name__} scheduled nothing although nothing is in flight"
+    def _scheduler_failed(self, fault: str) -> Schedule:
+        """A scheduler's bug must become neither a hang nor a leak: end what it holds. Returns an empty schedule."""
+        name = self.info.scheduler if self.info is not None else type(self.scheduler).__name__
+        message = f"scheduler {name!r} {fault}"
         log.error(message)
-        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
-            self.scheduler.abort(seq)
-            self._finish(seq, "error", error=message)  # type: ignore[arg-type]
+        launched = [] if self._in_flight is None else [*self._in_flight.sampled, *self._in_flight.chunks]
+        for request in list(self.requests.values()):
+            for seq in request.sequences:
+                if seq.status != Status.FINISHED:
+                    seq.status = Status.FINISHED
+                    self.blocks.release(seq)
+                    self._finish(seq, "error", error=message)
+                    for _ in range(seq.in_flight - launched.count(seq)):  # granted, but never launched
+                        self.blocks.discard(seq)
+        self.scheduler.waiting.clear()
+        self.scheduler.running.clear()
+        return Schedule()
 
     @staticmethod
     def _add_logprobs(seq: Sequence, token: int, logprob: float, top: list[tuple[int, float]]) -> None:

@@ -148,6 +148,18 @@ class ModelRunner:
         output = self.sampler(logits, plan, batch.sampled_rows, self.rows.last_tokens)
         return _Launched(batch.sampled, batch.chunks, output, self.device)
 
+    @torch.inference_mode()
+    def prompt_logits(self, schedule: Schedule) -> torch.Tensor:
+        """Logits ``[tokens, vocab_size]`` fp32, on the device, after every token of ``schedule.prefill``.
+
+        For scoring: the step runs as ``launch`` runs it, through the KV cache, but samples nothing.
+        """
+        blocks = self.builder.blocks
+        blocks.take_new_rows()  # no row samples
+        self.rows.reserve(blocks.num_rows)
+        batch = self.builder.build(schedule)
+        return self.model.compute_logits(self.model.forward(batch.input_ids, self._attention_step(batch)))
+
     def _attention_step(self, batch: Batch) -> AttentionStep:
         prefill = decode = None
         if batch.prefill is not None:

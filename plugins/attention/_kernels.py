@@ -1,8 +1,8 @@
-"""Building blocks of the Triton decode kernels: reading the paged cache, attending to a range of tokens, splitting work.
+"""Building blocks of the Triton decode kernels: reading the paged cache, attending to tokens, splitting a batch.
 
 Caches are in the built-in layout, contiguous: K and V ``[num_blocks, kv_heads, block_size, head_dim]``, scales
 ``[num_blocks, kv_heads, block_size]`` fp16. Seen as rows of ``head_dim``, a token is row
-``(block * kv_heads + kv_head) * block_size + position % block_size``; rows are 64-bit, because pools exceed 2^31 elements.
+``(block * kv_heads + kv_head) * block_size + position % block_size``, in 64 bits, as pools exceed 2^31 elements.
 
 Softmax runs in base 2 (``qk_scale`` = scale · log2 e) and online (Milakov and Gimelshein, 2018). Partial results of a
 split context are merged by their log-sum-exp (FlashDecoding, Dao et al., 2023).
@@ -198,9 +198,9 @@ def attend_group_words(
     """``attend_group`` for INT8 caches given as int32 words ``[…, head_dim / 4]``; meant for one warp.
 
     What limits INT8 is not bytes but instructions. So values stay packed until they are used, the next tile is loaded
-    into registers as soon as this one is consumed, and tokens are the rows of both products (``K qᵀ``, ``Vᵀ pᵀ``), which
-    pads the query heads to M = 8 instead of 16. Dimension 4·i + j sits in byte j of word i: four products of a quarter
-    each. M pads GROUP (at least 8), W pads head_dim / 4 (at least 16). Returns as ``attend_group`` does, D = 4·W.
+    into registers as soon as this one is consumed, and tokens are the rows of both products (``K qᵀ``, ``Vᵀ pᵀ``),
+    which pads the query heads to M = 8 instead of 16. Dimension 4·i + j sits in byte j of word i: four products of a
+    quarter each. M pads GROUP (at least 8), W pads head_dim / 4 (at least 16). Returns as ``attend_group``, D = 4·W.
     """
     dtype: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16
     WORDS: tl.constexpr = HEAD_DIM // 4
@@ -275,7 +275,15 @@ def store_heads(out, out_stride_head, values, GROUP: tl.constexpr, HEAD_DIM: tl.
 
 @triton.jit(do_not_specialize=["batch", "programs"])
 def _plan(
-    context_lens, items, shares, splits, batch, programs, STEP: tl.constexpr, MIN_STEPS: tl.constexpr, BLOCK: tl.constexpr
+    context_lens,
+    items,
+    shares,
+    splits,
+    batch,
+    programs,
+    STEP: tl.constexpr,
+    MIN_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """See ``WorkList``. One program; BLOCK is batch padded to a power of two."""
     seq = tl.arange(0, BLOCK)
@@ -319,9 +327,10 @@ def _plan(
 
 @triton.jit
 def merge_pieces(partial, lse, row, pieces, row_stride, dim, D: tl.constexpr, P: tl.constexpr):
-    """Σ 2^lse[i] · partial[i] / Σ 2^lse[i] over rows ``row + i · row_stride``, i < pieces, P at a time → fp32 ``[dim]``.
+    """Σ 2^lse[i] · partial[i] / Σ 2^lse[i] over rows ``row + i · row_stride``, i < pieces → fp32 ``[dim]``.
 
-    dim: which of the D columns. Read past L1 (``.cg``), which does not see what other multiprocessors write.
+    P: pieces at a time. dim: which of the D columns. Reads past L1 (``.cg``), which does not see what other
+    multiprocessors write.
     """
     maximum = float("-inf")
     normaliser = 0.0
@@ -357,7 +366,7 @@ def _merge(
     P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out ``[num_seqs, q_heads, head_dim]``; grid (q_heads, num_seqs, D / COLUMNS). Whole sequences are done already."""
+    """out ``[num_seqs, q_heads, head_dim]``; grid (q_heads, num_seqs, D / COLUMNS). Whole sequences are done."""
     q_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     dim = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -372,19 +381,27 @@ def _merge(
         tl.store(target, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
+def even_programs(programs: int, num_seqs: int) -> int:
+    """``programs`` or a few less, such that a batch of equal contexts is cut between sequences or in equal parts."""
+    rounds = -(-num_seqs // programs)
+    even = programs // num_seqs * num_seqs if rounds == 1 else -(-num_seqs // rounds)
+    return even if even >= 0.9 * programs else programs
+
+
 class WorkList:
     """A decode batch cut by the device, once per step, into even shares for kernels whose grid is (kv_heads, programs).
 
     The contexts of a batch, in steps of some tokens, are laid end to end and cut into ``programs`` chunks of equal
-    length (shorter than ``min_steps`` only as long as half of the programs are idle). So every program has the same work
-    whatever the lengths are, most sequences of a large batch stay whole, and one CUDA graph serves all contexts. A
-    program does the items of its chunk in turn; only the first and the last of them can be parts of a sequence.
+    length (shorter than ``min_steps`` only as long as half of the programs are idle). So every program has the same
+    work whatever the lengths are, most sequences of a large batch stay whole, and one CUDA graph serves all contexts.
+    A program does the items of its chunk in turn; only the first and the last of them can be parts of a sequence.
 
     items: int32 ``[programs + max_num_seqs + 1, ITEM]``: sequence, first token, end token, first item of the sequence,
     pieces of the sequence; the rest is padding. shares: int32 ``[programs, SHARE]``, per program its first item, the
     item after its last, and the first one's five numbers, so that nobody waits for two loads in a row.
-    splits: int32 ``[max_num_seqs, 2]``, first item and pieces per sequence. partial, lse: fp32 results of items that are
-    not a whole sequence, ``[items, kv_heads, group, width]`` (width: head_dim, padded) and ``[items, kv_heads, group]``.
+    splits: int32 ``[max_num_seqs, 2]``, first item and pieces per sequence. partial, lse: fp32 results of items that
+    are not a whole sequence, ``[items, kv_heads, group, width]`` (width: head_dim, padded) and ``[items, kv_heads,
+    group]``.
     arrived: int32 ``[max_num_seqs, kv_heads]``, pieces done; whoever does the last one merges and resets it to 0.
     """
 
@@ -401,7 +418,7 @@ class WorkList:
         self.arrived = torch.zeros(max_num_seqs, kv_heads, dtype=torch.int32, device=device)
 
     def plan(self, meta: DecodeMetadata, programs: int, step: int) -> None:
-        """Fill the lists on the device for ``programs`` (at most those of ``__init__``) and steps of ``step`` tokens."""
+        """Fill the lists on the device. programs: at most those of ``__init__``; step: tokens, a power of two."""
         block = max(16, triton.next_power_of_2(meta.num_seqs))
         _plan[(1,)](
             meta.context_lens,

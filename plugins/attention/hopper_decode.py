@@ -1,10 +1,10 @@
 """Decode backend ``hopper_decode``: ``paged_v2_split`` written in Gluon for compute capability 9.0, bf16/fp16 and INT8.
 
 Every warp walks tiles of 16 tokens on its own: no shared memory, no barrier before its end. A 16-byte load from the
-cache already **is** a fragment of ``mma.m16n8k16``, because each lane may hold whatever elements of head_dim it likes, as
-long as q (for K) and the output (for V) are permuted alike. Tokens are the rows of both products, Sᵀ = K qᵀ and
-Oᵀ += Vᵀ Pᵀ, so the query heads of a group fill 8 columns instead of 16 rows, and a tile is reloaded as soon as it is
-used. INT8 values become fp16 by byte permutes; the bias that leaves in K is part of the accumulator's start.
+cache already **is** a fragment of ``mma.m16n8k16``, because each lane may hold whatever elements of head_dim it likes,
+as long as q (for K) and the output (for V) are permuted alike. K and Vᵀ are the left operands, Sᵀ = K qᵀ and
+Oᵀ += Vᵀ Pᵀ, so that the query heads of a group fill 8 columns instead of 16 rows, and a tile is reloaded as soon as it
+is used. INT8 values become fp16 by byte permutes; the bias that leaves in K is part of the accumulator's start.
 
 The warps of a program take turns at the tiles of one work item (``WorkList``) and add up at its end.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from nanoserve_plugins.attention._kernels import GPU, ITEM, SHARE, WorkList, qk_scale
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -25,6 +24,7 @@ from nanoserve.contracts.attention import AttentionBackend, AttentionContext, At
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.attention._kernels import GPU, ITEM, SHARE, WorkList, even_programs, qk_scale
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,20 @@ class HopperDecodeConfig:
 class HopperDecodeBackend(AttentionBackend):
     def __init__(self, context: AttentionContext, options: HopperDecodeConfig) -> None:
         super().__init__(context, options)
-        self.qk_scale = qk_scale(context)
-        self.quantized = context.kv.name == "int8"
-        self.max_registers, self.warps_per_sm = (128, 16) if self.quantized else (168, 12)
-        self.num_splits = options.num_splits
         gpu = GPU.of(context.device)
         if gpu is None:
             raise ValueError("hopper_decode cannot be interpreted; paged_v2_split is its portable twin")
-        self.warps = self.warps_per_sm * gpu.multiprocessors // context.num_kv_heads
-        self.work = WorkList(context, context.head_dim, options.num_splits or self.warps, min_steps=2)
-        self.override = None
-        self.extra = {}
+        self.qk_scale = qk_scale(context)
+        self.quantized = context.kv.name == "int8"
+        # 8 warps of a multiprocessor keep 8 KiB each in flight; INT8 has half of that and needs all that fit.
+        self.num_warps, per_multiprocessor, self.max_registers = (2, 8, 128) if self.quantized else (4, 2, 168)
+        self.programs = options.num_splits or max(1, per_multiprocessor * gpu.multiprocessors // context.num_kv_heads)
+        self.work = WorkList(context, context.head_dim, self.programs, min_steps=2)
 
     def launch(self, num_seqs: int) -> tuple[int, int, bool]:
-        """Warps per program, programs per KV head, and whether the programs merge what they have cut."""
-        if self.override:
-            return self.override
-        num_warps = 4
-        programs = self.num_splits or max(1, self.warps // num_warps)
-        return num_warps, programs, num_seqs >= 8
+        """Warps per program, programs per KV head, and whether these merge what they have cut: with more pieces, a
+        second kernel is better."""
+        return self.num_warps, even_programs(self.programs, num_seqs), num_seqs >= 8
 
     def plan_decode(self, meta: DecodeMetadata) -> tuple[int, int, bool]:
         plan = num_warps, programs, _ = self.launch(meta.num_seqs)
@@ -92,7 +87,6 @@ class HopperDecodeBackend(AttentionBackend):
             BLOCK_SIZE=context.block_size,
             QUANTIZED=self.quantized,
             FUSED_MERGE=fused_merge,
-            **self.extra,
             num_warps=num_warps,
             maxnreg=self.max_registers,
             launch_pdl=True,
@@ -166,7 +160,7 @@ def _out_layout(warps, d):
 
 @gluon.constexpr_function
 def _sum_layout(warps, d, x):
-    """``[warps, d, 8]`` with rows of d as ``_value_fragment`` orders them: all warps in one thread, else ``_out_layout``."""
+    """``[warps, d, 8]``, d in the order of ``_value_fragment``: a thread has all warps' values of its ``_out_layout``."""
     run = d // x // 8  # d is (x, g, e) with 8 g and ``run`` e; its row is (x, e, g)
 
     def row(dim):
@@ -189,8 +183,8 @@ def _sum_layout(warps, d, x):
 
 @gluon.jit
 def _position(first, page, last, L: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr, kv_head):
-    """Of the tiles that start at tokens ``first`` ``[warps]`` in blocks ``page``: the block's first row (int64) and each
-    token's row in it, both broadcastable to ``[warps, 16]`` in layout L.
+    """Of the tiles that start at tokens ``first`` ``[warps]`` in blocks ``page``: the block's first row (int64) and
+    each token's row in it, both broadcastable to ``[warps, 16]`` in layout L.
 
     Tokens past ``last`` read its row again: no stale row is ever touched, and nothing needs a mask.
     """
@@ -213,19 +207,16 @@ def _load_tile(
     WIDTH: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     KV_HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    EVICT: gl.constexpr,
 ):
-    """Words ``[warps, 16, WIDTH]`` of K or V."""
+    """Words ``[warps, 16, WIDTH]`` of K or V, which are read once: they need not push other data out of the L2."""
     block_row, in_block = _position(first, page, last, gl.SliceLayout(2, L), BLOCK_SIZE, KV_HEADS, kv_head)
     word = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
-    return gl.load(cache + gl.expand_dims(block_row * WIDTH, 2) + (gl.expand_dims(in_block, 2) * WIDTH + word), cache_modifier=CACHE, eviction_policy=EVICT)
+    address = cache + gl.expand_dims(block_row * WIDTH, 2) + (gl.expand_dims(in_block, 2) * WIDTH + word)
+    return gl.load(address, eviction_policy="evict_first")
 
 
 @gluon.jit
-def _load_scales(
-    scales, first, page, last, kv_head, L: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr
-):
+def _load_scales(scales, first, page, last, kv_head, L: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr):
     """fp32 ``[warps, 16]``."""
     block_row, in_block = _position(first, page, last, L, BLOCK_SIZE, KV_HEADS, kv_head)
     return gl.load(scales + block_row + in_block).to(gl.float32)
@@ -270,9 +261,7 @@ def _unpack_16(words, dtype: gl.constexpr):
 @gluon.jit
 def _unpack_8(words, ASM: gl.constexpr):
     """``[…]`` → fp16 ``[…, b0, b1]``, byte 2·b1 + b0."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        ASM, "=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 4, is_pure=True, pack=1
-    )
+    a, b, c, d = gl.inline_asm_elementwise(ASM, "=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 4, is_pure=True, pack=1)
     return gl.join(gl.join(a, b), gl.join(c, d))
 
 
@@ -345,10 +334,8 @@ def hopper_decode_kernel(
     BLOCK_SIZE: gl.constexpr,
     QUANTIZED: gl.constexpr,
     FUSED_MERGE: gl.constexpr,
-    CACHE: gl.constexpr = "",
-    EVICT: gl.constexpr = "",
 ):
-    """q, out ``[num_seqs, q_heads, D]``; caches as int32 words; grid (kv_heads, programs); scratch as in ``WorkList``."""
+    """q, out ``[num_seqs, q_heads, D]``; caches as int32 words; grid (kv_heads, programs); scratch: ``WorkList``."""
     W: gl.constexpr = gl.num_warps()
     STEP: gl.constexpr = 16 * W
     WORDS: gl.constexpr = D // 4 if QUANTIZED else D // 2
@@ -401,13 +388,13 @@ def hopper_decode_kernel(
         bias = gl.zeros([W, 16, 8], gl.float32, MMA)
         if QUANTIZED:  # what the bias of K adds to every score, subtracted in advance: -1152 · Σ q
             bias = mma_v2(gl.full([W, 16, D], -1152.0, dtype, A), query, bias)
-        k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS, CACHE, EVICT)
-        v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS, CACHE, EVICT)
+        k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
+        v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
         if QUANTIZED:
             ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
             vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
         token_in_tile = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)
-        # Finite, because a warp may have no token at all; probabilities of INT8 are shifted to at most 2^8 (see _kernels).
+        # Finite, because a warp may have no token; probabilities of INT8 are shifted to at most 2^8 (see _kernels).
         maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
         normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
         acc = gl.zeros([W, D, 8], gl.float32, MMA)
@@ -417,7 +404,7 @@ def hopper_decode_kernel(
             first += STEP
             page = next_page
             next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
-            k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS, CACHE, EVICT)
+            k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
             if QUANTIZED:
                 score *= gl.expand_dims(ks * qk_scale, 2)
                 ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
@@ -434,7 +421,7 @@ def hopper_decode_kernel(
                 vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
             p = gl.convert_layout(p.to(dtype), B)
             acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
-            v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS, CACHE, EVICT)
+            v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
 
         # The warps of the program add up.
         top = gl.max(gl.convert_layout(maximum, EACH), 0)
@@ -471,7 +458,9 @@ def hopper_decode_kernel(
                     out_group = out + seq.to(gl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
                     for g in range(GROUP):
                         row = (origin * KV_HEADS + kv_head) * GROUP + g
-                        _merge_pieces(partial, lse, row, pieces, KV_HEADS * GROUP, out_group + g * out_stride_head, D, ROWS)
+                        _merge_pieces(
+                            partial, lse, row, pieces, KV_HEADS * GROUP, out_group + g * out_stride_head, D, ROWS
+                        )
 
 
 @gluon.jit
@@ -502,7 +491,7 @@ def nanoserve_attention(register) -> None:
     register(
         AttentionSpec(
             name="hopper_decode",
-            summary="Gluon decode for compute capability 9.0: loads are tensor-core fragments, INT8 at near half the bytes",
+            summary="Gluon decode for compute capability 9.0: what a lane loads is a fragment for the tensor cores",
             capabilities=Capabilities(
                 phases=frozenset({"decode"}),
                 kv_formats=frozenset({"bf16", "int8"}),

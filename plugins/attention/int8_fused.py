@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from nanoserve_plugins.attention._kernels import cache_rows, qk_scale
 
 from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, DecodeMetadata
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.attention._kernels import cache_rows, qk_scale
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def int8_fused_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
 ):
-    """q, out ``[num_seqs, q_heads, head_dim]``; grid (q_heads, num_seqs). Rows of K and V share theirs with the scales."""
+    """q, out ``[num_seqs, q_heads, head_dim]``; grid (q_heads, num_seqs). Row i of K has scale i."""
     q_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     kv_head = q_head // GROUP
@@ -124,7 +124,7 @@ def nanoserve_attention(register) -> None:
     register(
         AttentionSpec(
             name="int8_fused",
-            summary="Triton decode over the INT8 cache, one program per sequence and query head, dequantised in registers",
+            summary="paged_v1 over the INT8 cache, dequantised in registers",
             capabilities=Capabilities(
                 phases=frozenset({"decode"}),
                 kv_formats=frozenset({"int8"}),

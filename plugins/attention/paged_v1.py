@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from nanoserve_plugins.attention._kernels import cache_rows, qk_scale
 
 from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, DecodeMetadata
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.attention._kernels import cache_rows, qk_scale
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Decode backend ``paged_v2``: one program per (sequence, KV head) on the tensor cores; a K/V tile serves its GQA group.
+"""Decode backend ``paged_v2``: one program per (sequence, KV head), whose tensor-core tiles serve the GQA group.
 
 It beats ``paged_v1`` by reading K and V once per group instead of once per query head. A lone long context still
 occupies only kv_heads programs: ``paged_v2_split`` cuts contexts into pieces and is never slower.
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from nanoserve_plugins.attention._kernels import attend_group, qk_scale, store_heads
 
 from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, DecodeMetadata
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.attention._kernels import attend_group, qk_scale, store_heads
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Decode backend ``paged_v2_split``: ``paged_v2`` with long contexts cut into pieces that are merged in the same launch.
+"""Decode backend ``paged_v2_split``: ``paged_v2`` over even shares of the batch (FlashDecoding's split-K).
 
-The device cuts the batch into work items once per step (``WorkList``), so one CUDA graph serves every context, and a
-piece that ends last merges its sequence (FlashDecoding's split-K, with a counter instead of a second kernel). A context
-that is one piece writes its output directly. The portable default: any GPU from sm_80, and the interpreter.
+The device cuts the batch once per step (``WorkList``), so one CUDA graph serves every context. A context that stays in
+one piece writes its output directly; of a cut one, the piece that ends last merges all (found by a counter), or a
+second kernel does, where pieces are many. The portable default: any GPU from sm_80, and the interpreter.
 
 Floating caches: tiles of 64 tokens, four warps. INT8: one warp per program on packed words (``attend_group_words``).
 """
@@ -14,6 +14,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, DecodeMetadata
+from nanoserve.contracts.capabilities import Capabilities
+from nanoserve.contracts.kvcache import LayerCache
+from nanoserve.hookspecs import hookimpl
 from nanoserve_plugins.attention._kernels import (
     GPU,
     ITEM,
@@ -21,16 +27,11 @@ from nanoserve_plugins.attention._kernels import (
     WorkList,
     attend_group,
     attend_group_words,
+    even_programs,
     merge_pieces,
     qk_scale,
     store_heads,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec, DecodeMetadata
-from nanoserve.contracts.capabilities import Capabilities
-from nanoserve.contracts.kvcache import LayerCache
-from nanoserve.hookspecs import hookimpl
 
 
 @dataclass(frozen=True)
@@ -47,35 +48,41 @@ class PagedV2SplitConfig:
 class PagedV2SplitBackend(AttentionBackend):
     def __init__(self, context: AttentionContext, options: PagedV2SplitConfig) -> None:
         super().__init__(context, options)
-        self.qk_scale = qk_scale(context)
-        self.quantized = context.kv.name == "int8"
-        self.head_dim_padded = max(64 if self.quantized else 16, triton.next_power_of_2(context.head_dim))
-        if self.quantized:
-            self.tile, self.num_warps, programs_per_sm = 16, 1, (11, 11)
-        else:
-            tile = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize))
-            self.tile, self.num_warps, programs_per_sm = tile, 4, (2, 3)
         gpu = GPU.of(context.device)
-        multiprocessors = gpu.multiprocessors if gpu else 1
-        programs = [n * multiprocessors // context.num_kv_heads for n in programs_per_sm]
-        self.programs = [options.num_splits or max(n, 1) for n in programs]
-        self.work = WorkList(context, self.head_dim_padded, max(self.programs))
-        self.fused_merge_from = 8
-        self.asm = gpu is not None and context.dtype != torch.float32
+        self.qk_scale = qk_scale(context)
         self.pdl = gpu is not None and gpu.pdl
-        self.max_registers = 176 if self.quantized and context.head_dim <= 128 else None
+        self.quantized = context.kv.name == "int8"
+        if self.quantized:
+            self.head_dim_padded = max(64, triton.next_power_of_2(context.head_dim))
+            self.tile, self.num_warps, per_multiprocessor = 16, 1, (11, 11)
+            self.max_registers = 176 if context.head_dim <= 128 else None
+        else:
+            self.head_dim_padded = triton.next_power_of_2(context.head_dim)
+            self.tile = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize))
+            self.num_warps, per_multiprocessor = 4, (2, 3)
+            self.max_registers = None
+        self.asm = gpu is not None and context.dtype != torch.float32
+        multiprocessors = gpu.multiprocessors if gpu else 1
+        filling = [max(1, n * multiprocessors // context.num_kv_heads) for n in per_multiprocessor]
+        self.few, self.many = [options.num_splits or programs for programs in filling]
+        self.work = WorkList(context, self.head_dim_padded, self.many)
 
-    def plan_decode(self, meta: DecodeMetadata) -> int:
-        """Returns the number of programs per KV head."""
-        programs = self.programs[meta.num_seqs > self.programs[0]]
+    def launch(self, num_seqs: int) -> tuple[int, bool]:
+        """Programs per KV head, and whether these merge what they have cut: with more pieces, a second kernel is
+        better."""
+        programs = self.few if num_seqs <= 2 * self.few else self.many
+        return even_programs(programs, num_seqs), num_seqs >= 8
+
+    def plan_decode(self, meta: DecodeMetadata) -> tuple[int, bool]:
+        plan = programs, _ = self.launch(meta.num_seqs)
         self.work.plan(meta, programs, self.tile)
-        return programs
+        return plan
 
     def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
         context, work = self.context, self.work
-        fused_merge = meta.num_seqs >= self.fused_merge_from
+        programs, fused_merge = meta.plan
         k, v = (x.view(torch.int32) if self.quantized else x for x in (layer.k, layer.v))
-        paged_v2_split_kernel[(context.num_kv_heads, meta.plan)](
+        paged_v2_split_kernel[(context.num_kv_heads, programs)](
             q,
             k,
             v,
@@ -109,7 +116,7 @@ class PagedV2SplitBackend(AttentionBackend):
             launch_pdl=self.pdl,
         )
         if not fused_merge:
-            work.merge(out, meta.num_seqs, meta.plan, self.pdl)
+            work.merge(out, meta.num_seqs, programs, self.pdl)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

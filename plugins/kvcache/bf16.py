@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from nanoserve_plugins.kvcache._reference import drop_skipped, read_rows, token_rows, write_rows
 
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape, KVCacheSpec, LayerCache
 from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.kvcache._reference import drop_skipped, read_rows, token_rows, write_rows
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nanoserve_plugins.kvcache._reference import drop_skipped, read_rows, token_rows, write_rows
 
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape, KVCacheSpec, LayerCache
 from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.kvcache._reference import drop_skipped, read_rows, token_rows, write_rows
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,6 +74,13 @@ def backend_and_case(request):
 def test_plans_lead_to_every_key(backend_and_case, heads, lens):
     backend, case = backend_and_case("bf16", lens, heads=heads, block_size=48)
     assert_close(case.run(backend), case.expected(), 2e-3)
+    assert not case.meta.plan.dense
+
+
+def test_a_fresh_int8_prompt_reads_what_the_store_handed_over(backend_and_case):
+    backend, case = backend_and_case("int8", [(300, 300), (3, 3), (70, 70)])
+    assert_close(case.run(backend), case.expected(), 2e-3)
+    assert case.meta.plan.dense
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interprets a kernel")

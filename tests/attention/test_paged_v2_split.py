@@ -3,10 +3,11 @@ from types import SimpleNamespace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nanoserve_plugins.attention._kernels import WorkList
 
 from nanoserve.contracts.attention import AttentionContext, DecodeMetadata
 from nanoserve.testing import AttentionBackendSuite
+from nanoserve.testing.attention import make_case
+from nanoserve_plugins.attention._kernels import WorkList, even_programs
 
 
 class TestPagedV2Split(AttentionBackendSuite):
@@ -16,10 +17,20 @@ class TestPagedV2Split(AttentionBackendSuite):
 
 
 class TestPagedV2SplitInPieces(AttentionBackendSuite):
-    """Most contexts are cut, several programs have parts of several contexts, and the last piece merges."""
+    """Most contexts are cut; up to 7 of them a second kernel merges, from 8 on the last piece."""
 
     backend = "paged_v2_split"
     options = {"num_splits": 5}
+
+    def test_the_last_piece_merges_a_large_batch(self, kv_format: str) -> None:
+        """Contexts of one piece, of two, and of all pieces; scratch counters are back at 0 for the next layer."""
+        context = self.make_context(kv_format)
+        backend = self.build(context)
+        case = make_case(context, [7, 0, 33, 2, 130, 16, 90, 1, 3, 21])
+        case.plan(backend)
+        live = [0, *range(2, 10)]
+        for _ in range(2):
+            self.assert_right(case.attend(backend)[live], case.expected()[live])
 
 
 def work_list(programs: int, max_num_seqs: int) -> WorkList:
@@ -55,3 +66,11 @@ def test_plan_cuts_the_batch_evenly(context_lens: list[int], programs: int, step
         assert work.splits[seq, 1] == len(spans)
     loads = [sum(-(-(end - start) // step) for _, start, end, _, _ in items[begin:stop]) for begin, stop, *_ in shares]
     assert all(load <= chunk for load in loads) and sum(loads) == total
+
+
+@given(st.integers(1, 400), st.integers(1, 300))
+def test_even_programs_cut_equal_contexts_evenly(programs: int, num_seqs: int) -> None:
+    even = even_programs(programs, num_seqs)
+    assert 0.9 * programs <= even <= programs
+    assert even == programs or even % num_seqs == 0 or -(-num_seqs // even) == -(-num_seqs // programs)
+    assert even_programs(33, 32) == even_programs(33, 256) == 32 and even_programs(132, 256) == 128

@@ -23,7 +23,7 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(512) for _ in range(length)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def rng() -> random.Random:
     return random.Random(0)
 
@@ -532,3 +532,78 @@ def test_close_is_idempotent_and_a_closed_engine_says_so(tiny_folder):
     llm.close()
     with pytest.raises(Exception, match="closed"):
         llm.generate([[1]], GREEDY)
+
+
+# ------------------------------------------------------------------------------------------- found by a fresh tester
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_stream_that_never_started_is_aborted_when_it_is_forgotten(tiny_folder, overlap):
+    with make(tiny_folder[0], num_kv_blocks=8, overlap=overlap) as llm:
+        stream = llm.stream([1, 2, 3], GREEDY)
+        del stream
+        closed = llm.stream([1, 2, 3], GREEDY)
+        closed.close()
+        assert list(closed) == []
+        assert not llm.engine.requests and not llm._inbox and llm.stats().requests_aborted == 2
+        assert not llm.engine.scheduler.has_unfinished
+
+
+def test_nothing_stays_in_flight_after_the_last_request(tiny_folder, rng):
+    """With overlap a sequence ends while its next step is in flight; its blocks come back all the same."""
+    folder, oracle = tiny_folder
+    prompt = random_prompt(rng, 20)
+    third = greedy(oracle, prompt, 3)[2]
+    with make(folder, num_kv_blocks=8, overlap=True) as llm:
+        llm.generate([prompt], replace(GREEDY, stop_token_ids=[third]))
+        assert llm.stats().num_free_blocks == 8
+        stream = llm.stream(prompt, replace(GREEDY, max_tokens=50))
+        next(stream), next(stream)
+        del stream
+        assert llm.stats().num_free_blocks == 8 and not llm._inbox
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("fault", ["raises", "twice", "none"])
+def test_a_scheduler_that_breaks_a_rule_is_named_and_costs_no_block(tiny_folder, rng, overlap, fault):
+    folder, oracle = tiny_folder
+    with make(folder, num_kv_blocks=20, overlap=overlap) as llm:
+        schedule, calls = llm.engine.scheduler.schedule, iter(range(10**6))
+
+        def broken():
+            plan = schedule()
+            if next(calls) != 3:
+                return plan
+            if fault == "raises":
+                raise KeyError("step 3")
+            return Schedule(decode=plan.decode * 2) if fault == "twice" else None
+
+        llm.engine.scheduler.schedule = broken
+        outputs = llm.generate([random_prompt(rng, 20) for _ in range(3)], GREEDY)
+        says = {"raises": "raised KeyError: 'step 3'", "twice": "twice in one step", "none": "returned NoneType"}[fault]
+        for output in outputs:
+            assert output.finish_reason == "error" and "scheduler 'decode_first'" in output.outputs[0].error
+            assert says in output.outputs[0].error
+        assert llm.stats().num_free_blocks == 20
+        good = random_prompt(rng, 20)
+        assert is_greedy(oracle, good, llm.generate([good], GREEDY)[0].token_ids)
+
+
+@pytest.mark.parametrize("params", [{"n": 2}, [{"n": 2}], "greedy", 3])
+def test_params_of_another_type_are_refused(tiny_folder, params):
+    with make(tiny_folder[0]) as llm, pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate([[1]], params)
+
+
+def test_numpy_token_ids_are_token_ids(tiny_folder):
+    import numpy as np
+
+    with make(tiny_folder[0]) as llm:
+        expected = llm.generate([[1, 2, 3]], GREEDY)[0].token_ids
+        for prompt in (np.array([1, 2, 3]), [np.array([1, 2, 3])], [[np.int64(1), 2, 3]], np.array([[1, 2, 3]])):
+            assert llm.generate(prompt, GREEDY)[0].token_ids == expected
+
+
+def test_a_pool_that_cannot_be_allocated_is_named(tiny_folder):
+    with pytest.raises(ConfigError, match=r"engine.num_kv_blocks=1000000000: .* GiB"):
+        make(tiny_folder[0], num_kv_blocks=10**9)

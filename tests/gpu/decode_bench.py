@@ -1,6 +1,6 @@
 """Decode kernels on a GPU: compile in parallel, check against float64, time beside torch's cuDNN on dense tensors.
 
-    python tests/gpu/decode_bench.py compile check time     # any of the stages, in this order
+    python tests/gpu/decode_bench.py compile check fuzz time     # any of the stages, in this order
 
 Shapes are Qwen3-0.6B's: 16 query heads, 8 KV heads, head size 128. A time is that of one layer, in a graph of several
 layers on disjoint random blocks that begins with the step's plan.
@@ -23,15 +23,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 from gpu.timing import GraphTimer, copy_bandwidth, interleaved
-from nanoserve_plugins.attention import _kernels, hopper_decode, int8_fused, paged_v1, paged_v2, paged_v2_split
-from nanoserve_plugins.kvcache.bf16 import BF16Config, BF16KVCache
-from nanoserve_plugins.kvcache.int8 import Int8Config, Int8KVCache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoserve.contracts.attention import AttentionContext, DecodeMetadata
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheShape, KVCacheSpec, LayerCache
 from nanoserve.testing.attention import make_case, make_context, relative_error
+from nanoserve_plugins.attention import _kernels, hopper_decode, int8_fused, paged_v1, paged_v2, paged_v2_split
+from nanoserve_plugins.kvcache.bf16 import BF16Config, BF16KVCache
+from nanoserve_plugins.kvcache.int8 import Int8Config, Int8KVCache
 
 FORMATS = {
     "bf16": KVCacheSpec("bf16", "", Capabilities(), BF16Config, BF16KVCache),
@@ -45,27 +45,23 @@ SMS = 132
 
 
 def make_backend(name, context):
-    """``v1``, ``v2``, ``fused``, ``split[:programs[:fused_from]]``, ``hopper[:warps:programs:fused:maxnreg:cache]``."""
+    """``v1``, ``v2``, ``fused``, ``split[:programs:merge]``, ``hopper[:warps:programs:merge]``; merge: 1 in the kernel,
+    0 in a second one."""
     kind, *args = name.split(":")
-    numbers = [int(arg) for arg in args]
     if kind == "v1":
         return paged_v1.PagedV1Backend(context, paged_v1.PagedV1Config())
     if kind == "fused":
         return int8_fused.Int8FusedBackend(context, int8_fused.Int8FusedConfig())
     if kind == "v2":
         return paged_v2.PagedV2Backend(context, paged_v2.PagedV2Config())
+    *numbers, merge = [int(arg) for arg in args] or [0]
     if kind == "split":
-        backend = paged_v2_split.PagedV2SplitBackend(context, paged_v2_split.PagedV2SplitConfig(*numbers[:1]))
-        if numbers[1:]:
-            backend.fused_merge_from = numbers[1]
-        return backend
-    backend = hopper_decode.HopperDecodeBackend(context, hopper_decode.HopperDecodeConfig())
+        backend = paged_v2_split.PagedV2SplitBackend(context, paged_v2_split.PagedV2SplitConfig())
+    else:
+        backend = hopper_decode.HopperDecodeBackend(context, hopper_decode.HopperDecodeConfig())
     if numbers:
-        num_warps, programs, fused, registers, cache = numbers
-        backend.override = (num_warps, programs, bool(fused))
-        backend.max_registers = registers
-        backend.extra = [{}, {"CACHE": ".cg"}, {"EVICT": "evict_first"}][cache]
-        backend.work = _kernels.WorkList(context, D, programs, min_steps=2)
+        backend.launch = lambda num_seqs: (*numbers, bool(merge))
+        backend.work = _kernels.WorkList(context, backend.work.partial.shape[-1], numbers[-1], backend.work.min_steps)
     return backend
 
 
@@ -73,7 +69,7 @@ def make_backend(name, context):
 
 
 def compile_job(job):
-    """Compile what ``job`` = (candidate, format, block size, batch, heads) launches; the launch finds it in the cache."""
+    """Compile what ``job`` = (candidate, format, block size, batch, heads) launches, so that a launch finds it."""
     from helpers.triton_compile import compile_launches
 
     name, fmt, block_size, batch, (hq, hkv, d, dtype) = job
@@ -112,7 +108,7 @@ def compile_stage(jobs):
 
 
 def check_stage(candidates, seeds=4):
-    """‖out − ref‖ / ‖ref‖ over random ragged batches in NaN-poisoned caches; twice, since the second step reuses scratch."""
+    """‖out − ref‖ / ‖ref‖ over ragged batches in NaN-poisoned caches; twice, since the second step reuses scratch."""
     for fmt, names in candidates.items():
         worst = dict.fromkeys(names, 0.0)
         for seed in range(seeds):
@@ -122,8 +118,17 @@ def check_stage(candidates, seeds=4):
             lens = [rng.randint(0, longest) for _ in range((1, 5, 40, 130)[seed % 4])]
             lens[0] = longest
             blocks = sum(-(-n // block_size) + 1 for n in lens)
-            context = make_context(FORMATS[fmt], num_q_heads=HQ, num_kv_heads=HKV, head_dim=D, dtype=torch.bfloat16,
-                                   device="cuda", block_size=block_size, num_blocks=blocks, max_num_seqs=256)
+            context = make_context(
+                FORMATS[fmt],
+                num_q_heads=HQ,
+                num_kv_heads=HKV,
+                head_dim=D,
+                dtype=torch.bfloat16,
+                device="cuda",
+                block_size=block_size,
+                num_blocks=blocks,
+                max_num_seqs=256,
+            )
             case = make_case(context, lens, seed=seed)
             live = [i for i, n in enumerate(lens) if n]
             expected = case.expected()[live]
@@ -153,14 +158,23 @@ def fuzz_jobs(name):
 
 def fuzz_stage(per_heads=28):
     """Random ragged batches, 28 for each of the kernel's kinds of heads, at default settings; NaN-poisoned caches."""
-    for fmt, names in {"bf16": ("v1", "v2", "split", "hopper"), "int8": ("fused", "v2", "split", "hopper")}.items():
+    for fmt, names in FUZZ.items():
         for name in names:
             worst, count = 0.0, 0
             for heads, block_size in fuzz_jobs(name):
                 rng = random.Random(str((fmt, name, heads)))
                 hq, hkv, d, dtype = heads
-                context = make_context(FORMATS[fmt], num_q_heads=hq, num_kv_heads=hkv, head_dim=d, dtype=dtype,
-                                       device="cuda", block_size=block_size, num_blocks=16000 // block_size, max_num_seqs=64)
+                context = make_context(
+                    FORMATS[fmt],
+                    num_q_heads=hq,
+                    num_kv_heads=hkv,
+                    head_dim=d,
+                    dtype=dtype,
+                    device="cuda",
+                    block_size=block_size,
+                    num_blocks=16000 // block_size,
+                    max_num_seqs=64,
+                )
                 backend = make_backend(name, context)
                 for seed in range(per_heads):
                     longest = rng.choice([20, 200, 700, 3000])
@@ -198,9 +212,13 @@ class Pool:
             *(x.view(-1, HKV, block_size, D) for x in self.data),
             *(x.view(-1, HKV, block_size) for x in self.scales),
         )
-        kv = FORMATS[self.fmt].factory(FORMATS[self.fmt].config(), KVCacheShape(1, HKV, D, block_size, torch.bfloat16, torch.device("cuda")))
+        kv = FORMATS[self.fmt].factory(
+            FORMATS[self.fmt].config(), KVCacheShape(1, HKV, D, block_size, torch.bfloat16, torch.device("cuda"))
+        )
         kv.layers = [layer]
-        context = AttentionContext(HQ, HKV, D, D**-0.5, torch.bfloat16, torch.device("cuda"), block_size, 512, 512, 65536, kv)
+        context = AttentionContext(
+            HQ, HKV, D, D**-0.5, torch.bfloat16, torch.device("cuda"), block_size, 512, 512, 65536, kv
+        )
         needed = [-(-n // block_size) for n in lens]
         num_blocks = layer.k.shape[0]
         num_layers = max(2, min(28, num_blocks // sum(needed)))
@@ -219,9 +237,6 @@ class Pool:
 
 
 def timer_of(name, context, steps):
-    if name == "plan":
-        backend = make_backend("hopper", context)
-        return GraphTimer([functools.partial(backend.plan_decode, meta) for _, meta, _, _ in steps])
     backend = make_backend(name, context)
 
     def prepare():
@@ -229,7 +244,9 @@ def timer_of(name, context, steps):
         for _, meta, _, _ in steps:
             meta.plan = plan
 
-    return GraphTimer([functools.partial(backend.decode, q, layer, meta, out) for layer, meta, q, out in steps], prepare)
+    return GraphTimer(
+        [functools.partial(backend.decode, q, layer, meta, out) for layer, meta, q, out in steps], prepare
+    )
 
 
 def cudnn_timer(pool, batch, context_len):
@@ -295,9 +312,12 @@ def time_stage(plans, gigabytes=8.0, rounds=9):
                 print(fmt, shape, name, type(error).__name__, str(error)[:200])
         times = interleaved(timers, rounds)
         size = sum(lens) * HKV * 2 * (D + 2 if fmt == "int8" else 2 * D)
-        best = min(time for name, time in times.items() if name not in ("cudnn", "plan"))
+        best = min(time for name, time in times.items() if name != "cudnn")
         row = " ".join(f"{name}={time:.1f}" for name, time in times.items())
-        print(f"{fmt} bs{block_size} {shape} [{size / best / 1e6:.2f} TB/s, {size / best / 1e6 / copy:.0%}]: {row}", flush=True)
+        print(
+            f"{fmt} bs{block_size} {shape} [{size / best / 1e6:.2f} TB/s, {size / best / 1e6 / copy:.0%}]: {row}",
+            flush=True,
+        )
         results.append({"format": fmt, "block_size": block_size, "shape": shape, "copy": copy, "us": times})
         for timer in timers.values():
             timer.graph.reset()
@@ -306,17 +326,40 @@ def time_stage(plans, gigabytes=8.0, rounds=9):
         Path(os.environ["OUT"], "decode.json").write_text(json.dumps(results))
 
 
-if __name__ == "__main__":
-    from decode_plans import CHECKS, PLANS
+CUDNN = {"1x1024", "8x511", "1x4096", "1x32768", "32x1024", "32x4096", "256x1024", "64x8192"}
+PLANS = [("bf16", 16, shape, ["cudnn"] * (shape in CUDNN) + ["v2", "split", "hopper"]) for shape in SHAPES]
+PLANS += [("bf16", 256, shape, ["split", "hopper"]) for shape in ("1x1024", "8x511", "32x1024", "256x1024")]
+PLANS += [("int8", 16, shape, ["v2", "split", "hopper"]) for shape in SHAPES]
+PLANS += [("int8", 256, shape, ["split", "hopper"]) for shape in ("1x1024", "8x511", "32x1024", "256x1024")]
+CHECKS = {
+    "bf16": [
+        "v1",
+        "v2",
+        "split",
+        "split:33:0",
+        "split:33:1",
+        "hopper",
+        "hopper:4:33:0",
+        "hopper:4:33:1",
+        "hopper:1:198:1",
+    ],
+    "int8": ["fused", "v2", "split", "split:88:0", "split:88:1", "hopper", "hopper:2:132:0", "hopper:2:132:1"],
+}
+FUZZ = {"bf16": ("v1", "v2", "split", "hopper"), "int8": ("fused", "v2", "split", "hopper")}
 
+if __name__ == "__main__":
     stages = sys.argv[1:]
     if "compile" in stages:
         jobs = {(name, fmt, bs, len(SHAPES[shape]), HEADS[0]) for fmt, bs, shape, names in PLANS for name in names}
         for fmt, names in CHECKS.items():
-            jobs |= {(name, fmt, bs, b, HEADS[0]) for name in names for bs in (16, 32, 64, 256) for b in (1, 5, 40, 130)}
-        for fmt, names in {"bf16": ("v1", "v2", "split", "hopper"), "int8": ("fused", "v2", "split", "hopper")}.items():
-            jobs |= {(name, fmt, bs, b, heads) for name in names for heads, bs in fuzz_jobs(name) for b in (1, 5, 10, 20)}
-        compile_stage(sorted((job for job in jobs if job[0] not in ("cudnn", "plan")), key=str))
+            jobs |= {
+                (name, fmt, bs, b, HEADS[0]) for name in names for bs in (16, 32, 64, 256) for b in (1, 5, 40, 130)
+            }
+        for fmt, names in FUZZ.items():
+            jobs |= {
+                (name, fmt, bs, b, heads) for name in names for heads, bs in fuzz_jobs(name) for b in (1, 5, 10, 20)
+            }
+        compile_stage(sorted((job for job in jobs if job[0] != "cudnn"), key=str))
     if "check" in stages:
         check_stage(CHECKS)
     if "fuzz" in stages:

@@ -1,7 +1,7 @@
 """Prefill and store kernels on a GPU: compiled in parallel, checked against float64, timed beside torch's kernels.
 
     python tests/gpu/prefill_bench.py compile check time store host     # any of these stages, in this order
-    python tests/gpu/prefill_bench.py time=8x1024,4x4096 tune=8x1024    # some shapes; tune: more variants of them
+    python tests/gpu/prefill_bench.py time=8x1024,4x4096 tune=8x1024    # some shapes; tune: with other tiles too
 
 Times are medians of CUDA-graph replays, all candidates of a shape in a new random order each round, so that clocks and
 heat are the same for all. Shapes are Qwen3-0.6B's: 16 query heads, 8 KV heads, head size 128, bf16 unless said.
@@ -22,19 +22,18 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import torch.nn.functional as F
-from nanoserve_plugins.attention import hopper_flash
-from nanoserve_plugins.attention.hopper_flash import HopperFlashBackend, HopperFlashConfig
-from nanoserve_plugins.attention.triton_flash import Tile, TritonFlashBackend, TritonFlashConfig
-from nanoserve_plugins.attention.triton_varlen import TritonVarlenBackend, TritonVarlenConfig
-from nanoserve_plugins.kvcache import _kernels
-from nanoserve_plugins.kvcache.bf16 import BF16Config, BF16KVCache
-from nanoserve_plugins.kvcache.int8 import Int8Config, Int8KVCache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheSpec
 from nanoserve.ops.rope import qk_norm_rope
 from nanoserve.testing.attention import make_case, make_context, relative_error
+from nanoserve_plugins.attention.hopper_flash import HopperFlashBackend, HopperFlashConfig
+from nanoserve_plugins.attention.triton_flash import Tile, TritonFlashBackend, TritonFlashConfig
+from nanoserve_plugins.attention.triton_varlen import TritonVarlenBackend, TritonVarlenConfig
+from nanoserve_plugins.kvcache import _kernels
+from nanoserve_plugins.kvcache.bf16 import BF16Config, BF16KVCache
+from nanoserve_plugins.kvcache.int8 import Int8Config, Int8KVCache
 
 sys.path.insert(0, os.path.dirname(__file__))
 from timing import GraphTimer, copy_bandwidth
@@ -54,8 +53,9 @@ TILES = {
 
 @dataclass(frozen=True)
 class Job:
-    """One candidate. name: a tile of triton_flash, "pp" or "no pp" of hopper_flash, "auto"; with "/MiB" another section
-    size, with "@TOKENSxWARPS" another unpack kernel. page: 0 lets a fresh prompt use its own K and V; else they come from the cache."""
+    """One candidate. name: a tile of triton_flash, "kernel" (hopper_flash's own, also for short prompts) or "auto",
+    with "/MiB" for another section size. page: 0 leaves it to the backend where a fresh prompt's K and V come from (the
+    step or pages of 256); else it reads pages of this size."""
 
     kind: str
     name: str = "auto"
@@ -66,7 +66,7 @@ class Job:
     dim: int = 128
 
     def __str__(self):
-        source = f"page {self.page}" if self.page else "dense"
+        source = f"page {self.page}" if self.page else "fresh"
         return f"{self.kind} {self.name} {source}" + (" int8" if self.kv == "int8" else "")
 
     def case(self, lens, device="cuda", seed=0, poison=None, max_model_len=32768):
@@ -91,20 +91,12 @@ class Job:
 
     def planned(self, case):
         """(function that runs one layer of ``case``, its output)."""
-        name, _, unpack = self.name.partition("@")
-        name, _, section = name.partition("/")
-        usual = hopper_flash.UNPACK_TOKENS, hopper_flash.UNPACK_WARPS
-        if unpack:
-            hopper_flash.UNPACK_TOKENS, hopper_flash.UNPACK_WARPS = map(int, unpack.split("x"))
+        name, _, section = self.name.partition("/")
         context, meta = case.context, case.meta
         if self.kind == "varlen":
             backend = TritonVarlenBackend(context, TritonVarlenConfig())
         elif self.kind == "flash":
             backend = TritonFlashBackend(context, TritonFlashConfig(), SM90)
-        elif self.kind == "old":
-            import _hopper_v2
-
-            backend = _hopper_v2.HopperFlashBackend(context, HopperFlashConfig(), SM90)
         else:
             backend = HopperFlashBackend(context, HopperFlashConfig(), SM90)
         if section:
@@ -112,12 +104,9 @@ class Job:
         if name == "auto":
             plan = backend.plan_prefill(meta)
         else:
-            plan = backend.plan(meta, TILES[name] if self.kind == "flash" else name == "pp")
+            plan = backend.plan(meta, TILES[name]) if self.kind == "flash" else backend.plan(meta)
         meta, out = replace(meta, plan=plan), torch.empty_like(case.q)
-        function = functools.partial(backend.prefill, case.q, case.k, case.v, context.kv.layers[0], meta, out)
-        function()
-        hopper_flash.UNPACK_TOKENS, hopper_flash.UNPACK_WARPS = usual
-        return function, out
+        return functools.partial(backend.prefill, case.q, case.k, case.v, context.kv.layers[0], meta, out), out
 
 
 # -- compile ----------------------------------------------------------------------------------------------------------
@@ -131,24 +120,17 @@ CHECKED = [
     Job("flash", "auto", 64, "bf16", "float16", (6, 2), 96),
     Job("flash", "auto", 32, heads=(8, 1), dim=256),
     Job("flash", "auto", 32, heads=(4, 4), dim=64),
-    Job("hopper", "no pp", 256),
-    Job("hopper", "pp", 16),
-    Job("hopper", "pp", 48, "bf16", "float16", (8, 2), 64),
-    Job("hopper", "no pp", 64, "bf16", "float16", (6, 2)),
-    Job("hopper", "pp", 16, "int8"),
-    Job("hopper", "no pp", 256, "int8", "float16", (5, 5), 64),
+    Job("hopper", "kernel", 256),
+    Job("hopper", "kernel", 16),
+    Job("hopper", "kernel", 48, "bf16", "float16", (8, 2), 64),
+    Job("hopper", "kernel", 64, "bf16", "float16", (6, 2)),
+    Job("hopper", "kernel", 16, "int8"),
+    Job("hopper", "kernel", 256, "int8", "float16", (5, 5), 64),
 ]
-CANDIDATES = [
-    *(Job("hopper", name, page) for name in ("pp", "no pp") for page in (0, 256, 16)),
-    *(Job("hopper", "auto", page) for page in (0, 256, 16)),
-    *(Job("flash", "auto", page) for page in (0, 256, 16)),
-]
-TUNED = [
-    *(Job("hopper", f"pp/{mib}") for mib in (4, 8, 32, 64, 4096)),
-    *(Job("old", name, page) for name in ("pp", "no pp") for page in (0, 256)),
-]
+CANDIDATES = [Job(kind, "auto", page) for kind in ("hopper", "flash") for page in (0, 256, 16)]
+TUNED = [Job("hopper", f"kernel/{mib}") for mib in (4, 16, 64)] + [Job("flash", tile) for tile in TILES]
 INT8 = [Job(kind, "auto", page, "int8") for kind in ("hopper", "flash") for page in (16, 256)]
-INT8_TUNED = [Job("hopper", f"pp@{unpack}", 16, "int8") for unpack in ("32x2", "32x4", "64x2", "64x8", "128x4", "128x8")]
+INT8_TUNED = [Job("flash", tile, 256, "int8") for tile in TILES]
 
 
 def compile_job(job):
@@ -173,7 +155,7 @@ def compile_job(job):
     start = time.time()
     lengths = [[(160, 160)], [(160, 200)], [(40, 100)], [(300, 300)]] if job.name == "auto" else [[(160, 200)]]
     for lens in lengths if job.page else [[(q, q) for q, _ in lens] for lens in lengths]:
-        job.planned(job.case(lens, device="cpu", poison=0.0, max_model_len=32768))
+        job.planned(job.case(lens, device="cpu", poison=0.0))[0]()
     JITFunction.run = run
     return time.time() - start
 
@@ -199,7 +181,7 @@ def check(trials=34):
             longest = 130 if job.kind == "varlen" else rng.choice([40, 300, 300, 900])
             contexts = [rng.randint(1, longest) for _ in range(rng.randint(1, 5))]
             lens = [(n if trial % 3 == 0 else rng.randint(1, n), n) for n in contexts]
-            case = replace(job, page=job.page).case(lens, seed=trial, max_model_len=2048)
+            case = job.case(lens, seed=trial, max_model_len=2048)
             if trial % 2:
                 case.meta.has_prefix = any(q < k for q, k in lens)
             function, out = job.planned(case)
@@ -218,13 +200,15 @@ def check_store():
                                block_size=16, num_blocks=4096, num_layers=2, poison_value=0.0)  # fmt: skip
         cache, tokens = context.kv, 65000
         mine, theirs = cache.layers
-        k, v = torch.randn(2, tokens, 8, 128, device="cuda").mul_(torch.rand(2, tokens, 8, 1, device="cuda").exp2()).to(
-            torch.bfloat16
+        k, v = (
+            torch.randn(2, tokens, 8, 128, device="cuda")
+            .mul_(torch.rand(2, tokens, 8, 1, device="cuda").exp2())
+            .to(torch.bfloat16)
         )
         slots = torch.randperm(65536, device="cuda")[:tokens]
         slots[::7] = -1
         _kernels.store(mine, k, v, slots)
-        # On the CPU, because on a GPU torch divides by a number with its reciprocal, which is not always IEEE's quotient.
+        # On the CPU: on a GPU torch divides by a number with its reciprocal, which is not always IEEE's quotient.
         theirs = replace(theirs, **{name: getattr(theirs, name).cpu() for name in FIELDS[kv]})
         cache._store_torch(theirs, k.cpu(), v.cpu(), slots.cpu())
         same = [torch.equal(getattr(mine, name).cpu(), getattr(theirs, name)) for name in FIELDS[kv]]
@@ -352,13 +336,12 @@ def time_shapes(names, tune=False):
 
 def time_store():
     copy = copy_bandwidth()
-    torch.mm(*torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16))  # wakes the clocks
     print(f"copy {copy:.2f} TB/s")
     for kv, spec in FORMATS.items():
-        for tokens in (1, 32, 256, 2048, 16384):
+        for tokens in (16384, 2048, 256, 32, 1):  # the first of a process is measured too long if it is short
             sets = max(1, min(8, 65536 // tokens))
-            context = make_context(spec, num_q_heads=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda",
-                                   block_size=16, num_blocks=sets * tokens // 16 + 2, poison_value=0.0)  # fmt: skip
+            size = {"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 128, "num_blocks": sets * tokens // 16 + 2}
+            context = make_context(spec, dtype=torch.bfloat16, device="cuda", poison_value=0.0, **size)
             layer = context.kv.layers[0]
             qkv = [torch.randn(tokens, 32 * 128, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
             slots = torch.randperm(sets * tokens, device="cuda", dtype=torch.int32).view(sets, tokens)

@@ -1,4 +1,4 @@
-"""The whole engine on a GPU: captured, overlapped, with the kernels that `auto` picks, against eager `sdpa` and the oracle."""
+"""The whole engine on a GPU, captured and overlapped: every backend against eager `sdpa`, and `auto` against the oracle."""
 
 from __future__ import annotations
 
@@ -52,10 +52,27 @@ def test_fp32_tokens_equal_transformers(tmp_path, scheduler, pool):
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_auto_equals_eager_sdpa_on_the_embedded_checkpoint(kv):
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "auto",
+        "triton_varlen",
+        "triton_flash",
+        "hopper_flash",
+        "paged_v1",
+        "paged_v2",
+        "paged_v2_split",
+        "hopper_decode",
+    ],
+)
+def test_every_backend_equals_eager_sdpa_on_the_embedded_checkpoint(attention, kv):
     """Teacher-forced: both score the same tokens, so a near-tie cannot send them apart."""
+    if attention.startswith("hopper") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    if (attention, kv) == ("paged_v1", "int8"):
+        attention = "int8_fused"
     logprobs = []
-    for options in ({"attention": "sdpa", "enforce_eager": True, "overlap": False}, {}):
+    for options in ({"attention": "sdpa", "enforce_eager": True, "overlap": False}, {"attention": attention}):
         with LLM("tiny", kv=kv, device="cuda", dtype="bfloat16", num_kv_blocks=2000, **options) as llm:
             encoded = [llm.tokenizer.encode(t) for t in TEXTS]
             if not logprobs:
@@ -66,8 +83,10 @@ def test_auto_equals_eager_sdpa_on_the_embedded_checkpoint(kv):
             logprobs.append([o.logprobs for o in llm.generate(rows, one)])
     errors, flips = [], 0
     for expected, got in zip(*logprobs, strict=True):
-        flips += max(expected[0], key=expected[0].get) != max(got[0], key=got[0].get)
-        errors += [abs(expected[0][t] - got[0][t]) for t in expected[0].keys() & got[0].keys()]
+        same = max(expected[0], key=expected[0].get) == max(got[0], key=got[0].get)
+        flips += not same
+        for i in (0, 1) if same else (0,):  # the second token is decoded, from the same context if the first agrees
+            errors += [abs(expected[i][t] - got[i][t]) for t in expected[i].keys() & got[i].keys()]
     assert sum(errors) / len(errors) < 0.02 and max(errors) < 0.3
     assert flips <= 0.03 * len(rows)
 
@@ -86,7 +105,8 @@ def test_a_decode_step_reads_nothing_back_but_its_tokens():
                 llm.engine.step()
     counts = {e.key: e.count for e in trace.key_averages()}
     assert counts.get("aten::_local_scalar_dense", 0) == 0
-    assert counts.get("cudaStreamSynchronize", 0) == 0 and counts.get("cudaDeviceSynchronize", 0) == 0
+    assert counts.get("cudaStreamSynchronize", 0) == 0
+    assert counts.get("cudaDeviceSynchronize", 0) <= 1  # the profiler's own, when it stops
     assert counts.get("cudaGraphLaunch", 0) == 20  # model and sampler
 
 

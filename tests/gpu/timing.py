@@ -43,7 +43,7 @@ def _event() -> torch.cuda.Event:
 
 
 def interleaved(timers: dict[str, GraphTimer], rounds: int = 9) -> dict[str, float]:
-    """Microseconds of a call per candidate; every round replays each once, so that clocks and heat are the same for all."""
+    """Microseconds of a call per candidate. Every round replays each once: clocks and heat are the same for all."""
     for timer in timers.values():
         timer.graph.replay()
     for _ in range(rounds):

@@ -1,40 +1,28 @@
-"""``task=bench``: how fast the composed engine is, on a workload of ``conf/bench``, beside what the hardware allows.
+"""Engine calls timed as they are, beside what the hardware allows: bench kinds *throughput* and *latency*.
 
 Definitions. *Output tok/s*: generated tokens over the wall time from the first request's arrival to the last token.
 *TTFT*: wall time of a call that generates one token per prompt. *TPOT*: time of a step in which the whole batch decodes
-together, which is each sequence's time per output token. Every engine call is warmed up first (compilation, graph capture); medians over ``repeat``.
+together, which is each sequence's time per output token. Every engine call is warmed up first (compilation, graph
+capture); medians over ``repeat``.
 """
 
 from __future__ import annotations
 
-import json
-import platform
 import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from nanoserve.config import build
-from nanoserve.contracts.errors import ConfigError
+from nanoserve.tasks.bench.record import Measured
 
 if TYPE_CHECKING:
     from nanoserve.llm import LLM
-    from nanoserve.tasks import Job
 
 #: bf16 matrix rate that the prefill part of the roofline assumes, FLOP/s (an H200 at 8192³, measured).
 MATRIX_FLOPS = 700e12
-
-
-@dataclass(frozen=True)
-class Options:
-    """The keys of ``conf/task/bench.yaml``; ``bench`` is one of ``conf/bench``."""
-
-    bench: dict[str, Any]
-    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,39 +60,12 @@ class Latency:
     repeat: int = 1
 
 
-@dataclass
-class Report:
-    """Rows of one table, and what they were measured on."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[Any]] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
-def run(job: Job) -> dict[str, Any]:
-    kinds = {"throughput": Throughput, "latency": Latency}
-    kind = job.options.bench.get("kind")
-    if kind not in kinds:
-        raise ConfigError(f"bench.kind: {kind!r} is not one of {', '.join(kinds)}")
-    workload: Any = build(kinds[kind], job.options.bench, "bench", owner=f"bench kind {kind}")
-    with job.llm() as llm:
-        report = throughput(llm, workload) if isinstance(workload, Throughput) else latency(llm, workload)
-        environment = describe(llm)
-    print_report(report, environment)
-    if job.options.output is not None:
-        path = (job.folder or Path()) / job.options.output
-        record = {**environment, "workload": asdict(workload), "config": asdict(job.config), "figures": report.figures}
-        path.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
-    return report.figures
-
-
-def throughput(llm: LLM, workload: Throughput) -> Report:
+def throughput(llm: LLM, workload: Throughput) -> Measured:
     from nanoserve.sampling_params import SamplingParams
 
     prompts, output_lens = workload.draw()
     params = [SamplingParams(temperature=workload.temperature, ignore_eos=True, max_tokens=n) for n in output_lens]
-    _warm_up(llm, prompts)
+    warm_up(llm, prompts)
     num_output = sum(output_lens)
     seconds = []
     for round_ in range(workload.repeat):
@@ -130,10 +91,16 @@ def throughput(llm: LLM, workload: Throughput) -> Report:
             "roofline tok/s": round(num_output / ideal),
             "share of roofline": round(rate / (num_output / ideal), 3),
         }
-    return Report("throughput", list(figures), [list(figures.values())], figures)
+    return Measured(
+        "throughput",
+        list(figures),
+        [list(figures.values())],
+        figures=figures,
+        record={"figures": figures},
+    )
 
 
-def latency(llm: LLM, workload: Latency) -> Report:
+def latency(llm: LLM, workload: Latency) -> Measured:
     from nanoserve.sampling_params import SamplingParams
 
     rng = random.Random(0)
@@ -142,7 +109,7 @@ def latency(llm: LLM, workload: Latency) -> Report:
         top = min(10000, llm.engine.vocab_size - 1)
         return [[rng.randint(0, top) for _ in range(length)] for _ in range(count)]
 
-    report = Report("latency", ["measure", "batch", "tokens", "median ms", "min ms", "prefill tok/s"])
+    report = Measured("latency", ["measure", "batch", "tokens", "median ms", "min ms", "prefill tok/s"])
     one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     for count, length in workload.prompts:
         times = []
@@ -165,6 +132,7 @@ def latency(llm: LLM, workload: Latency) -> Report:
         median = statistics.median(times)
         report.rows.append(["TPOT", count, workload.context, round(median, 3), round(min(times), 3), ""])
         report.figures[f"TPOT b{count} ms"] = round(median, 3)
+    report.record["figures"] = report.figures
     return report
 
 
@@ -188,7 +156,7 @@ def tpot(llm: LLM, prompts: list[list[int]], params: Any) -> float:
     return statistics.median(times[2:-2])
 
 
-def _warm_up(llm: LLM, prompts: Sequence[list[int]]) -> None:
+def warm_up(llm: LLM, prompts: Sequence[list[int]]) -> None:
     """Compile kernels and capture every graph that the workload will meet."""
     from nanoserve.sampling_params import SamplingParams
 
@@ -235,42 +203,3 @@ def roofline_seconds(llm: LLM, prompts: list[list[int]], output_lens: list[int],
     attention = sum(2 * config.num_attention_heads * config.head_dim * len(p) ** 2 for p in prompts)
     flops = 2 * body * sum(map(len, prompts)) + config.num_hidden_layers * attention
     return decode + flops / MATRIX_FLOPS
-
-
-def describe(llm: LLM) -> dict[str, Any]:
-    """Hardware, versions and composition, for the record."""
-    import torch
-    import transformers
-
-    from nanoserve import __version__
-
-    cuda = llm.engine.runner.device.type == "cuda"  # type: ignore[attr-defined]
-    info = llm.engine.info
-    return {
-        "hardware": torch.cuda.get_device_name()
-        if cuda
-        else f"CPU {platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": {
-            "nanoserve": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "engine": asdict(info) if info is not None else {},
-    }
-
-
-def print_report(report: Report, environment: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    table = Table(*report.columns, title=report.title, title_justify="left")
-    for row in report.rows:
-        table.add_row(*map(str, row))
-    console.print(table)
-    engine = environment["engine"]
-    composition = f"{engine.get('model')}, attention {engine.get('attention')}, kv {engine.get('kv')}"
-    console.print(
-        f"{environment['hardware']}, torch {environment['versions']['torch']}, {composition}", highlight=False
-    )

@@ -1,0 +1,101 @@
+"""What every measurement has: a table, figures, and a record that says what they were measured on."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanoserve.llm import LLM
+
+
+@dataclass
+class Measured:
+    """figures: what a sweep shows. record: what the JSON adds to hardware, versions, workload and configuration."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Any]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def describe(llm: LLM) -> dict[str, Any]:
+    """Hardware, versions, git revision and composition, for the record."""
+    import torch
+    import transformers
+
+    from nanoserve import __version__
+
+    cuda = llm.engine.runner.device.type == "cuda"  # type: ignore[attr-defined]
+    info = llm.engine.info
+    return {
+        "hardware": torch.cuda.get_device_name() if cuda else f"{_cpu_name()}, {torch.get_num_threads()} threads",
+        "versions": {
+            "nanoserve": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "git": git_revision(),
+        "engine": asdict(info) if info is not None else {},
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        model = None
+    return f"CPU {model[1] if model else platform.machine()}"
+
+
+def git_revision() -> str | None:
+    """The commit of the checkout that this package is imported from, ``-dirty`` if edited; None outside of one."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie in somebody's repository
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """As JSON, one key per line; the long lists of steps and requests have one item per line."""
+    parts = []
+    for key, value in record.items():
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"    {json.dumps(item, default=str)}" for item in value) + "\n  ]"
+        else:
+            text = json.dumps(value, indent=2, default=str).replace("\n", "\n  ")
+        parts.append(f"  {json.dumps(key)}: {text}")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def print_line(text: str) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 200).print(text, highlight=False, markup=False)
