@@ -1,21 +1,25 @@
 """The command ``nanoserve``: Hydra composes a configuration, one dispatch on ``task`` runs it.
 
 Around Hydra stand three things of ours. Before it, the arguments are rewritten so that free text needs no quoting
-(:func:`rewrite`). After it, the composed values are checked strictly (``nanoserve.config``). And ``--help`` and every
-error are in our words: one line, exit code 2 for a wrong command, 1 for a failure; ``HYDRA_FULL_ERROR=1`` adds the
-traceback.
+(:func:`rewrite`), and checked for what Hydra would refuse in words of its own (:func:`check_overrides`). After it, the
+composed values are checked strictly (``nanoserve.config``). And ``--help`` and every error are in our words: one line,
+exit code 2 for a wrong command, 1 for a failure; ``HYDRA_FULL_ERROR=1`` adds the traceback.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import sys
+import tempfile
 import textwrap
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nanoserve
@@ -32,12 +36,17 @@ from nanoserve.contracts.errors import ConfigError, NanoserveError, PluginError
 from nanoserve.registry import KINDS, PluginWarning, Registry
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
 #: Values taken as typed. For a file, null still means none, and a value in quotes is left to Hydra's own grammar.
 TEXT_KEYS = frozenset({"prompt", "system"})
-FILE_KEYS = frozenset({"prompts", "output", "model.path"})
+FILE_KEYS = frozenset({"prompts", "output", "report", "base", "new", "bench.trace", "model.path"})
+#: Flags that bring configurations of the user's own, which may name any choice of any plugin.
+OWN_FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "hydra.searchpath=")
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+#: Not being able to write is the machine's affair; a traceback would explain nothing.
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 ABOUT = """\
 nanoserve runs Qwen3 language models on an engine whose every contested part is a plugin.
@@ -47,7 +56,8 @@ nanoserve runs Qwen3 language models on an engine whose every contested part is 
   nanoserve prompts=prompts.jsonl output=results.jsonl kv=int8
   nanoserve -m kv=bf16,int8 scheduler=decode_first,prefill_first prompt="def f(x):"
 
-Write KEY=VALUE. -m runs every combination of comma-separated values and compares them in one table.
+Write KEY=VALUE. -m runs every combination of comma-separated values and compares them in one table; each job keeps a
+folder in multirun/, or in hydra.sweep.dir=FOLDER.
 Also: --cfg job prints the configuration, --version, --hydra-help.
 """
 
@@ -60,6 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    if sys.stdin is None:  # closed, as by <&-
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        print("nanoserve: error: standard output is closed", file=sys.stderr)
+        return FAILURE
     try:
         with _plain_warnings():
             if {"-h", "--help"} & set(arguments):
@@ -82,21 +99,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compose_and_run(arguments: Sequence[str]) -> None:
+    from hydra._internal.utils import get_args_parser
     from hydra.core.config_store import ConfigStore
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import MissingConfigException
     from hydra.main import main as hydra_main
 
+    arguments = rewrite(arguments)
+    known, rest = get_args_parser().parse_known_args(arguments)
+    if unknown := [argument for argument in rest if argument.startswith("-")]:
+        raise ConfigError(f"unknown flag {unknown[0]!r}; see nanoserve --help and --hydra-help")
+    words = [*known.overrides, *rest]
+    flags = [argument for argument in arguments if argument not in words]
+    overrides = OverridesParser.create().parse_overrides(words)
+    multirun = known.multirun or "hydra.mode=MULTIRUN" in words
+    check_overrides(overrides, multirun)
+
     registry = Registry.discover()
-    paths = registry.config_paths()
+    if any(argument.startswith(OWN_FOLDERS) for argument in arguments):
+        paths = registry.config_paths()
+    else:
+        asked = [path for choice in _choices(overrides) for path in registry.config_paths_for(*choice)]
+        paths = list(dict.fromkeys(asked))
     # A plugin needs no YAML of its own: its name alone is a choice, with the defaults of its dataclass.
     for kind, details in KINDS.items():
         for name in set(registry.names(kind)) - set(group_names(details.group, (*CONFIG_PATHS, *paths))):
             ConfigStore.instance().store(group=details.group, name=name, node={"name": name}, provider="nanoserve")
-    with _as_hydra_wants_it(rewrite(arguments, paths)):
+    words = _with_search_paths(words, paths)
+    if multirun and not any(word.startswith("hydra.sweep.dir=") for word in words):
+        words += _somewhere_to_write()
+    with _as_hydra_wants_it([*words, *flags]):
         try:
             hydra_main(version_base="1.3", config_path=CONFIG_PATHS[0], config_name="config")(job)()
         except MissingConfigException as error:
             raise _unknown_choice(error, registry) from error
+        except OSError as error:
+            if not multirun or isinstance(error, BrokenPipeError):
+                raise
+            why = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+            raise ConfigError(f"hydra.sweep.dir: the sweep cannot keep its results there ({why})") from error
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            # A job's own errors come as JobFailedError, so this is a value that Hydra was not prepared for.
+            of_hydra = [word for word in words if "hydra" in word and word not in _with_search_paths([], paths)]
+            given = " ".join(of_hydra or words)
+            raise ConfigError(f"Hydra cannot use {given} ({type(error).__name__}: {error})") from error
 
 
 def job(values: DictConfig) -> None:
@@ -123,7 +169,7 @@ def job(values: DictConfig) -> None:
 # --- before Hydra --------------------------------------------------------------------------------------------------
 
 
-def rewrite(arguments: Sequence[str], config_paths: Sequence[str] = ()) -> list[str]:
+def rewrite(arguments: Sequence[str]) -> list[str]:
     """The command line in Hydra's grammar.
 
     Values of free-text keys are quoted, so that they need nothing but the shell's quotes and never sweep. Options of
@@ -145,14 +191,83 @@ def rewrite(arguments: Sequence[str], config_paths: Sequence[str] = ()) -> list[
             argument = f"{key}={quote(value)}"
         elif key.partition(".")[0] in PLUGIN_GROUPS and "." in key:
             argument = f"++{argument}"
-        elif key == "hydra.searchpath" and config_paths:
-            argument, config_paths = f"{key}=[{','.join([value.strip('[]'), *config_paths])}]", ()
         rewritten.append(argument)
     if by_path and not has_model:
         rewritten.append("model=path")
-    if config_paths:
-        rewritten.append(f"hydra.searchpath=[{','.join(config_paths)}]")
     return rewritten
+
+
+def check_overrides(overrides: Sequence[Override], multirun: bool) -> None:
+    """Raise ConfigError for what Hydra takes without a word, or refuses with advice about its own insides."""
+    from hydra.core.override_parser.types import ValueType
+
+    groups = config_groups()
+    seen: set[str] = set()
+    for override in overrides:
+        key, value = override.key_or_group, override.value()
+        if key in seen:
+            raise ConfigError(f"{key} is given twice; once is enough")
+        seen.add(key)
+        if override.is_delete() and key in groups:
+            raise ConfigError(f"{key}: this group is required; write {key}=NAME")
+        if override.is_sweep_override() and not multirun:
+            a_list = override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and key not in groups
+            hint = f", and a list is written {key}=[{override.get_value_string()}]" if a_list else ""
+            raise ConfigError(f"{override.input_line}: several values need -m{hint}")
+        if key in groups and not override.is_sweep_override() and not isinstance(value, str):
+            names = ", ".join(group_names(key))
+            raise ConfigError(
+                f"{override.input_line}: expected a name ({names}); options are written {key}.OPTION=VALUE"
+            )
+        if key == "hydra.verbose" and not isinstance(value, (bool, str, list)):
+            raise ConfigError(f"{override.input_line}: expected true, false, or names of loggers as [a,b]")
+
+
+def config_groups() -> list[str]:
+    """The folders of ``conf/``."""
+    folder = config_folders(CONFIG_PATHS)[0]
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("_"))
+
+
+def _choices(overrides: Sequence[Override]) -> Iterator[tuple[str, str]]:
+    """Every (group, name) that the command line asks for, of our groups and of Hydra's that Hydra itself lacks."""
+    from hydra.core.override_parser.types import ChoiceSweep
+
+    groups = config_groups()
+    for override in overrides:
+        group = override.key_or_group
+        of_hydra = group.startswith("hydra/")
+        if override.is_delete() or not (of_hydra or group in groups):
+            continue
+        value: Any = override.value()
+        for name in value.list if isinstance(value, ChoiceSweep) else [value]:
+            text = getattr(name, "text", name)  # in a sweep a quoted name is a QuotedString
+            if isinstance(text, str) and not (of_hydra and text in group_names(group, ["pkg://hydra.conf"])):
+                yield group, text
+
+
+def _with_search_paths(words: Sequence[str], paths: Sequence[str]) -> list[str]:
+    if not paths:
+        return list(words)
+    key = "hydra.searchpath="
+    given = [word.removeprefix(key).strip("[]") for word in words if word.startswith(key)]
+    return [*(word for word in words if not word.startswith(key)), f"{key}[{','.join([*filter(None, given), *paths])}]"]
+
+
+def _somewhere_to_write() -> list[str]:
+    """An override of the sweep's folder where ``multirun/`` cannot be written, as in a read-only working directory."""
+    folder = Path("multirun")
+    try:
+        with tempfile.TemporaryDirectory(dir=folder if folder.exists() else Path()):
+            return []
+    except OSError as error:
+        instead = tempfile.mkdtemp(prefix="nanoserve-multirun-")
+        print(
+            f"nanoserve: multirun/ cannot be written ({error.strerror}); the results of the jobs go to {instead} "
+            "(hydra.sweep.dir=FOLDER sets it)",
+            file=sys.stderr,
+        )
+        return [f"hydra.sweep.dir={quote(instead)}"]
 
 
 def quote(text: str) -> str:
@@ -188,13 +303,19 @@ def _report(error: BaseException, show_traceback: bool) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    cannot_write = isinstance(error, OSError) and error.errno in CANNOT_WRITE
+    if cannot_write or isinstance(error, BrokenPipeError):
+        with suppress(OSError):
+            sys.stdout.flush()
+        with suppress(io.UnsupportedOperation):  # what is left in the buffer must not fail once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):  # the reader has gone, as in `nanoserve … | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     usage = isinstance(error, (ConfigError, PluginError, HydraException, OmegaConfBaseException))
     if show_traceback:
         traceback.print_exception(error)
-    hint = "" if usage or isinstance(error, NanoserveError) else " (HYDRA_FULL_ERROR=1 shows the traceback)"
+    plain = usage or cannot_write or isinstance(error, NanoserveError)
+    hint = "" if plain else " (HYDRA_FULL_ERROR=1 shows the traceback)"
     print(f"nanoserve: error: {one_line(error)}{hint}", file=sys.stderr)
     return USAGE if usage else FAILURE
 
@@ -215,8 +336,16 @@ def one_line(error: BaseException) -> str:
         text = unknown_option(str(cause.full_key))
     elif isinstance(error, HydraException) and (exists := re.search(r"An item is already at '(.*?)'", str(error))):
         text = f"write {exists[1]}=VALUE without the +"
+    elif isinstance(error, HydraException) and (twice := re.match(r"Multiple values for (\S+)\.", str(error))):
+        text = f"write {twice[1]}=NAME without the +"
+    elif isinstance(error, HydraException) and (
+        absent := re.match(r"Could not (?:override|delete(?: from config)?)\.? '(.*?)'", str(error))
+    ):
+        text = unknown_option(absent[1])
     elif isinstance(error, (HydraException, OmegaConfBaseException)):
         text = str(error).split("\n    full_key")[0]
+    elif isinstance(error, OSError) and error.errno in CANNOT_WRITE:
+        text = f"cannot write: {error.strerror}" + (f": {error.filename}" if error.filename else "")
     else:
         text = f"{type(error).__name__}: {error}"
     return " ".join(text.split())
@@ -225,11 +354,21 @@ def one_line(error: BaseException) -> str:
 def unknown_option(key: str) -> str:
     """The message for a key that no group has, with the full name of the option that was probably meant."""
     known = {f"{group}.{name}" for group in ("engine", "sampling") for name in load_yaml(group, "default") or ()}
-    known |= {name for task in group_names("task") for name in load_yaml("task", task) or ()}
+    tasks = {task: _keys_of(task) for task in group_names("task")}
+    if of := [f"task={task}" for task, keys in tasks.items() if key.partition(".")[0] in keys]:
+        return f"{key}: only {', '.join(of)} has this option"
+    known |= {name for keys in tasks.values() for name in keys}
     last = key.rpartition(".")[2]
     same = sorted(name for name in known if name.rpartition(".")[2] == last)
     hint = f"; did you mean {same[0]!r}?" if same else did_you_mean(key, known)
     return f"unknown option {key!r} (nanoserve --help lists them){hint}"
+
+
+def _keys_of(task: str) -> set[str]:
+    """The top-level keys that ``task=TASK`` adds: its options and its groups."""
+    values = load_yaml("task", task) or {}
+    groups = {group.strip("/") for entry in values.pop("defaults", ()) if isinstance(entry, dict) for group in entry}
+    return (set(values) | groups) - {"task", "sampling"}
 
 
 def _unknown_choice(error: Any, registry: Registry) -> NanoserveError:

@@ -13,7 +13,7 @@ import importlib.resources
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NewType, TypeVar
@@ -82,15 +82,20 @@ class EngineOptions:
             if not legal:
                 raise ConfigError(f"engine.{key} must be {rule}, not {getattr(self, key)!r}")
 
+        def require_between(key: str, high: int, limit: str, optional: bool = False) -> None:
+            value = getattr(self, key)
+            rule = f"between 1 and {limit}" + (", or null" if optional else "")
+            require(key, (optional and value is None) or (value is not None and 1 <= value <= high), rule)
+
         size = self.block_size
         require("device", re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "auto, cpu, cuda or cuda:N")
         require("seed", 0 <= self.seed < 2**63, "between 0 and 2^63 - 1")
         require("block_size", 1 <= size <= 1024 and size & (size - 1) == 0, "a power of two from 1 to 1024")
-        require("num_kv_blocks", self.num_kv_blocks is None or self.num_kv_blocks >= 1, "at least 1, or null")
+        require_between("num_kv_blocks", 2**31 - 1, "2^31 - 1", optional=True)  # block ids are int32
         require("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0 and at most 1")
-        require("max_num_seqs", self.max_num_seqs >= 1, "at least 1")
-        require("max_num_batched_tokens", self.max_num_batched_tokens >= 1, "at least 1")
-        require("max_model_len", self.max_model_len is None or self.max_model_len >= 1, "at least 1, or null")
+        require_between("max_num_seqs", 2**16, "65536")
+        require_between("max_num_batched_tokens", 2**24, "2^24")
+        require_between("max_model_len", 2**24, "2^24", optional=True)
         require("tensor_parallel_size", self.tensor_parallel_size == 1, "1 (tensor parallelism is not built yet)")
 
 
@@ -106,6 +111,12 @@ class PluginChoice:
 PLUGIN_GROUPS = ("attention", "kv", "scheduler", "policy")
 DEFAULTS = {"model": "tiny", "attention": "auto", "kv": "bf16", "scheduler": "decode_first", "policy": "auto"}
 CONFIG_PATHS = ("pkg://nanoserve.conf",)
+#: (group, name) -> folders beyond ours to look for ``GROUP/NAME.yaml`` in, as ``Registry.config_paths_for`` knows them.
+MorePaths = Callable[[str, str], Sequence[str]]
+
+
+def no_more_paths(group: str, name: str) -> Sequence[str]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -129,12 +140,12 @@ class EngineConfig:
         )
 
     @classmethod
-    def from_kwargs(cls, *, config_paths: Sequence[str] = CONFIG_PATHS, **keywords: Any) -> EngineConfig:
+    def from_kwargs(cls, *, more_paths: MorePaths = no_more_paths, **keywords: Any) -> EngineConfig:
         """From the keywords of ``LLM``.
 
         ``model`` is the name of a model configuration, a checkpoint folder or a hub id. ``attention``, ``kv``,
-        ``scheduler`` and ``policy`` are a name or ``{"name": …, option: …}``. A name is ``GROUP/NAME.yaml`` in
-        ``config_paths`` if there is one, else a plugin's. All other keywords are fields of :class:`EngineOptions`.
+        ``scheduler`` and ``policy`` are a name or ``{"name": …, option: …}``. A name is ``GROUP/NAME.yaml`` of ours or
+        in ``more_paths`` if there is one, else a plugin's. All other keywords are fields of :class:`EngineOptions`.
         """
         legal = [*DEFAULTS, *(f.name for f in dataclasses.fields(EngineOptions))]
         for key in keywords:
@@ -142,8 +153,8 @@ class EngineConfig:
                 raise ConfigError(f"unknown keyword {key!r}; known are: {', '.join(legal)}{did_you_mean(key, legal)}")
         engine = {key: value for key, value in keywords.items() if key not in DEFAULTS}
         chosen = {key: keywords.get(key, default) for key, default in DEFAULTS.items()}
-        groups = {group: _load_choice(group, chosen[group], config_paths) for group in PLUGIN_GROUPS}
-        return cls.from_mapping({"model": _load_model(chosen["model"], config_paths), "engine": engine, **groups})
+        groups = {group: _load_choice(group, chosen[group], more_paths) for group in PLUGIN_GROUPS}
+        return cls.from_mapping({"model": _load_model(chosen["model"], more_paths), "engine": engine, **groups})
 
 
 def _plugin_choice(group: str, values: Any) -> PluginChoice:
@@ -154,29 +165,33 @@ def _plugin_choice(group: str, values: Any) -> PluginChoice:
     return PluginChoice(name, options)
 
 
-def _load_choice(group: str, value: Any, config_paths: Sequence[str]) -> dict[str, Any]:
+def _stored(group: str, name: Any, more_paths: MorePaths) -> dict[str, Any] | None:
+    if not isinstance(name, str) or re.fullmatch(r"[\w.-]+", name) is None:
+        return None
+    return load_yaml(group, name, (*CONFIG_PATHS, *more_paths(group, name)))
+
+
+def _load_choice(group: str, value: Any, more_paths: MorePaths) -> dict[str, Any]:
     if isinstance(value, str):
         value = {"name": value}
     given = dict(_mapping(group, value))
-    name = given.get("name")
-    stored = load_yaml(group, name, config_paths) if isinstance(name, str) else None
+    stored = _stored(group, given.get("name"), more_paths)
     # The YAML of a preset (policy=h200) names the plugin it configures, so its name wins over the preset's.
     return {**given, **stored, **{k: v for k, v in given.items() if k != "name"}} if stored is not None else given
 
 
-def _load_model(value: Any, config_paths: Sequence[str]) -> Mapping[str, Any]:
+def _load_model(value: Any, more_paths: MorePaths) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
-        stored = load_yaml("model", value["name"], config_paths) if isinstance(value.get("name"), str) else None
-        return {**(stored or {}), **value}
+        return {**(_stored("model", value.get("name"), more_paths) or {}), **value}
     if isinstance(value, Path):
         value = str(value)
     if not isinstance(value, str) or not value:
         raise ConfigError(f"model: expected the name of a model configuration or a path, got {value!r}")
-    stored = load_yaml("model", value, config_paths)
+    stored = _stored("model", value, more_paths)
     if stored is not None:
         return stored
     if "/" not in value and not Path(value).is_dir():
-        names = group_names("model", config_paths)
+        names = group_names("model", (*CONFIG_PATHS, *more_paths("model", value)))
         raise ConfigError(
             f"model {value!r} is neither a folder nor a model configuration; "
             f"configurations: {', '.join(names)}{did_you_mean(value, names)}"
@@ -195,7 +210,9 @@ def config_folders(config_paths: Iterable[str]) -> list[Any]:
                 folder: Any = importlib.resources.files(package).joinpath(*inner)
             except ModuleNotFoundError:
                 if path in CONFIG_PATHS:
-                    raise ConfigError("nanoserve runs from its source tree, without its conf: pip install -e .") from None
+                    raise ConfigError(
+                        "nanoserve runs from its source tree, without its conf: pip install -e ."
+                    ) from None
                 continue
         else:
             folder = Path(rest if scheme == "file" else path)
@@ -336,11 +353,19 @@ def _join(prefix: str, key: object) -> str:
 
 def describe(expected: Any) -> str:
     """A type in words: ``int or null``, ``auto, dummy``."""
-    arguments = typing.get_args(expected)
-    if typing.get_origin(expected) is Literal:
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin is Literal:
         return ", ".join(map(str, arguments))
-    if typing.get_origin(expected) in (typing.Union, types.UnionType):
+    if origin in (typing.Union, types.UnionType):
         return " or ".join(map(describe, arguments))
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return f"[{', '.join(map(describe, arguments))}]"
+    if origin in (list, tuple, set, frozenset, Sequence):
+        return f"a list of {describe(arguments[0])}"
+    if origin in (dict, Mapping):
+        return f"a mapping {{{': '.join(map(describe, arguments))}}}"
+    if dataclasses.is_dataclass(expected):
+        return f"{{{', '.join(f'{f.name}: …' for f in dataclasses.fields(expected) if f.init)}}}"
     if isinstance(expected, NewType):
         return "text"
     if expected in (type(None), None):

@@ -2,8 +2,11 @@
 
 A plugin is a module or object with functions decorated by :data:`hookimpl`, published under the entry-point group
 ``nanoserve``. An entry point called ``KIND.NAME`` (``attention.window``, ``kvcache.fp8``, ``scheduler.slo``,
-``policy.mine``) promises to register exactly that component and is imported only when the name is chosen or a list is
-asked for; any other entry-point name is imported whenever an engine is built.
+``policy.mine``) promises to register exactly that component and is imported only when the name is chosen, a list is
+asked for, or a chosen YAML is nowhere else; any other entry-point name is imported whenever an engine is built.
+
+A name belongs to whoever has it first: what ships with nanoserve, then distributions in the order of ``sys.path``. The
+others get a warning, or in strict mode (``NANOSERVE_STRICT_PLUGINS=1``) an error.
 
 Hooks run at start-up only; nothing calls one inside the step loop.
 """
@@ -50,7 +53,11 @@ def nanoserve_policy(register: Callable[[PolicySpec], None]) -> None:
 
 @hookspec
 def nanoserve_config_paths() -> list[str]:
-    """Hydra search paths, such as ``["pkg://their_package.conf"]``, whose groups join ours. Called by the CLI only."""
+    """Hydra search paths, such as ``["pkg://their_package.conf"]``, whose groups join ours.
+
+    Asked of a component's plugin when that component is chosen, and of all plugins when a name is chosen that nobody
+    registers, such as a preset's. So the YAML called like a component belongs to the plugin that registers it.
+    """
     return []
 
 

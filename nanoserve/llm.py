@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoserve.config import CONFIG_PATHS, EngineConfig
+from nanoserve.config import EngineConfig
 from nanoserve.contracts.errors import RequestError
 from nanoserve.engine.build import build_engine
 from nanoserve.engine.engine import Engine
@@ -34,8 +34,8 @@ class LLM:
 
     def __init__(self, model: str = "tiny", *, registry: Registry | None = None, **options: Any) -> None:
         registry = registry or Registry.discover()
-        paths = (*CONFIG_PATHS, *registry.config_paths())
-        self._start(EngineConfig.from_kwargs(model=model, config_paths=paths, **options), registry)
+        config = EngineConfig.from_kwargs(model=model, more_paths=registry.config_paths_for, **options)
+        self._start(config, registry)
 
     @classmethod
     def from_config(cls, config: EngineConfig, registry: Registry | None = None) -> LLM:

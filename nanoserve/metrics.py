@@ -146,7 +146,7 @@ def summarise(requests: Sequence[RequestTimeline], objectives: Objectives) -> di
         "prefix hit rate": sum(r.num_cached_tokens for r in done) / num_prompt if num_prompt else None,
         "preemptions": sum(request.num_preemptions for request in requests),
     }
-    samples = {
+    samples: dict[str, Sequence[float | None]] = {
         "TTFT": [request.ttft for request in done],
         "TPOT": [request.tpot for request in done],
         "ITL": [gap for request in done for gap in request.itl],

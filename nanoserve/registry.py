@@ -21,7 +21,7 @@ from typing import Any
 import pluggy
 
 from nanoserve import hookspecs
-from nanoserve.config import build, did_you_mean
+from nanoserve.config import build, did_you_mean, group_names
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.errors import PluginError
 
@@ -46,7 +46,7 @@ KINDS = {
     "scheduler": Kind("scheduler", "nanoserve.contracts.scheduling", "SchedulerSpec", "Scheduler"),
     "policy": Kind("policy", "nanoserve.contracts.policy", "PolicySpec", "SelectionPolicy"),
 }
-OWN_DISTRIBUTION = "nanoserve"
+OWN_DISTRIBUTION, INLINE = "nanoserve", "(inline)"
 
 
 @dataclass(frozen=True)
@@ -107,19 +107,23 @@ class Registry:
         self.broken: list[BrokenPlugin] = []
         self.strict = strict
         self._disabled: set[Source] = set()
+        self._modules: dict[Source, str] = {}  # in order of rank: of two plugins with one name the first is kept
         self._plugins: list[tuple[Source, object, pluggy.PluginManager]] = []
         self._registered: list[Registration] = []
         self._lazy: list[tuple[Source, EntryPoint]] = []
+        self._promised: list[Source] = []  # as _lazy, but nothing is taken out
         self._warned: set[str] = set()
         disable = set(disable)
         eager = []
-        # What ships with nanoserve comes first, so that in a list it is the one that is kept.
+        # What ships with nanoserve comes first, so that nothing can take its name.
         for entry_point in sorted(entry_points, key=lambda e: _source(e).distribution != OWN_DISTRIBUTION):
             source = _source(entry_point)
+            self._modules.setdefault(source, entry_point.value)
             if disable & {source.entry_point, f"{source.entry_point}@{source.distribution}"}:
                 self._disabled.add(source)
             elif _promise(source.entry_point):
                 self._lazy.append((source, entry_point))
+                self._promised.append(source)
             else:
                 eager.append((source, entry_point))
         for source, entry_point in eager:
@@ -155,11 +159,10 @@ class Registry:
     # --- questions ---------------------------------------------------------------------------------------------
 
     def get(self, kind: str, name: str) -> Any:
-        """The spec of a component. Raises PluginError: unknown, broken, disabled, or claimed by two distributions."""
+        """The spec of a component. Raises PluginError: unknown, broken or disabled."""
         self._load_promised(kind, name)
+        self._warn_of_clashes(kind)
         found = self._find(kind, name)
-        if len(found) > 1:
-            raise PluginError(self._clash(found))
         if not found:
             raise self.unknown(kind, name, self.names(kind))
         return found[0].spec
@@ -175,14 +178,12 @@ class Registry:
         return [registration.spec for registration in self.registrations(kind)]
 
     def registrations(self, kind: str) -> list[Registration]:
-        """As :meth:`specs`, with where each comes from. Of several with one name the first is kept, with a warning."""
+        """As :meth:`specs`, with where each comes from."""
         kept = []
         for name in self.names(kind):
             self._load_promised(kind, name)
-            found = self._find(kind, name)
-            kept += found[:1]
-            if len(found) > 1:
-                self._warn(self._clash(found) + "; the first is kept in this list")
+            kept += self._find(kind, name)[:1]
+        self._warn_of_clashes(kind)
         return kept
 
     def unknown(self, kind: str, name: str, known: Sequence[str]) -> PluginError:
@@ -218,9 +219,27 @@ class Registry:
         return observers
 
     def config_paths(self) -> list[str]:
-        """Hydra search paths of third-party plugins, whose modules this imports (ours are in ``nanoserve.conf``)."""
+        """Hydra search paths of all third-party plugins, whose modules this imports; ours are in ``nanoserve.conf``."""
         for source, entry_point in [item for item in self._lazy if item[0].distribution != OWN_DISTRIBUTION]:
             self._load(source, entry_point)
+        return self._config_paths()
+
+    def config_paths_for(self, group: str, name: str) -> list[str]:
+        """Search paths among which ``GROUP/NAME.yaml`` is, if a plugin brings it.
+
+        Imports as little as can be: nothing for a file of ours, a component's own plugin for its name, and all
+        third-party plugins for a name that is neither.
+        """
+        if name in group_names(group):
+            return []
+        for kind, details in KINDS.items():
+            if details.group == group and name in self.names(kind):
+                self._load_promised(kind, name)
+                return self._config_paths()
+        paths = self._config_paths()
+        return paths if name in group_names(group, paths) else self.config_paths()
+
+    def _config_paths(self) -> list[str]:
         paths: list[str] = []
         for source, _, manager in self._plugins:
             for answer in self._call(source, manager.hook.nanoserve_config_paths):
@@ -235,8 +254,11 @@ class Registry:
     def _load_promised(self, kind: str, name: str) -> None:
         if kind not in KINDS:
             raise PluginError(f"unknown kind {kind!r}; there are: {', '.join(KINDS)}")
+        rank = list(self._modules).index
         for source, entry_point in [item for item in self._lazy if item[0].entry_point == f"{kind}.{name}"]:
-            self._load(source, entry_point)
+            kept = self._find(kind, name)
+            if not kept or rank(source) < rank(kept[0].source):  # else it has come too late, and is not imported
+                self._load(source, entry_point)
 
     def _load(self, source: Source, entry_point: EntryPoint) -> None:
         promised = {s.entry_point for s, e in self._lazy if e.value == entry_point.value}
@@ -245,7 +267,9 @@ class Registry:
         self._guard(source, lambda: self._register(source, entry_point.load(), allowed))
 
     def _load_inline(self, plugin: object) -> None:
-        source = Source(getattr(plugin, "__name__", type(plugin).__name__), "(inline)")
+        number = str(sum(source.distribution == INLINE for source in self._modules) + 1)
+        source = Source(getattr(plugin, "__name__", type(plugin).__name__), INLINE, number)
+        self._modules[source] = f"{INLINE} {number}"
         self._guard(source, lambda: self._register(source, plugin, None))
 
     def _guard(self, source: Source, load: Callable[[], None]) -> None:
@@ -296,13 +320,24 @@ class Registry:
             return []
 
     def _find(self, kind: str, name: str) -> list[Registration]:
-        return [r for r in self._registered if r.kind == kind and r.spec.name == name]
+        """Whoever has registered it, the one that is kept first."""
+        found = [r for r in self._registered if r.kind == kind and r.spec.name == name]
+        return sorted(found, key=lambda r: list(self._modules).index(r.source))
 
-    def _clash(self, found: Sequence[Registration]) -> str:
-        sources = [r.source for r in found]
-        kind, name = found[0].kind, found[0].spec.name
-        remedy = f"NANOSERVE_DISABLE_PLUGINS={sources[-1].entry_point}@{sources[-1].distribution}"
-        return f"{kind} {name!r} is registered by {' and by '.join(map(str, sources))}; uninstall one, or set {remedy}"
+    def _warn_of_clashes(self, kind: str) -> None:
+        """Of each name that several plugins claim, by their entry points or by what they have registered."""
+        for name in self.names(kind):
+            promised = [source for source in self._promised if source.entry_point == f"{kind}.{name}"]
+            claims: dict[str, Source] = {}  # by module: one plugin through two channels is benign
+            for source in [*promised, *(r.source for r in self._find(kind, name))]:
+                claims.setdefault(self._modules[source], source)
+            kept, *others = sorted(claims.values(), key=list(self._modules).index)
+            for other in others:
+                remedy = f"; NANOSERVE_DISABLE_PLUGINS={other.entry_point}@{other.distribution} silences this"
+                self._warn(
+                    f"{kind} {name!r} of plugin {other} is not used: plugin {kept} has that name"
+                    + (remedy if other.distribution != INLINE else "")
+                )
 
     @staticmethod
     def _nearest_hook(manager: pluggy.PluginManager) -> str:
@@ -335,7 +370,7 @@ def _checked(kind: str, spec: Any, source: Source) -> Any:
     contract = importlib.import_module(KINDS[kind].module)
     spec_class, product_class = getattr(contract, KINDS[kind].spec), getattr(contract, KINDS[kind].product)
     if not isinstance(spec, spec_class):
-        raise PluginError(f"nanoserve_{kind} registered {spec!r}; an {KINDS[kind].spec} is expected")
+        raise PluginError(f"nanoserve_{kind} registered {spec!r}, which is no {KINDS[kind].spec}")
     if not isinstance(spec.name, str) or not re.fullmatch(r"\w[\w-]*", spec.name):
         raise PluginError(f"{kind} name {spec.name!r} must be letters, digits, '_' and '-'")
     if not (isinstance(spec.config, type) and dataclasses.is_dataclass(spec.config)):

@@ -1,12 +1,16 @@
 """What a multirun adds: every job leaves its outcome in its own folder, and one table at the end compares them.
 
+The best value of a column is marked where it is known which direction is good. The table also goes, in full, into
+``sweep.csv`` in the sweep's folder.
 The outcome travels through a file because a launcher may run jobs in other processes or on other machines. A failed
 job is a row with its reason; it stops no other job and makes the exit code 1.
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import os
 import shlex
 import sys
 import time
@@ -21,9 +25,12 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from nanoserve.metrics import better
+
 FILE = "result.json"
+CSV_FILE = "sweep.csv"
 MAX_CELL = 48  # characters
-FILE_WIDTH = 240  # characters: a table that goes into a file or a pipe is not squeezed
+FILE_WIDTH = 320  # characters: a table that goes into a file or a pipe is not squeezed
 
 
 def running() -> bool:
@@ -70,6 +77,8 @@ class SweepTable(Callback):
             if file.stat().st_mtime >= self.started - 1  # a folder that is used again holds older results
         ]
         outcomes.sort(key=lambda outcome: outcome["job"])
+        if outcomes:
+            write_csv(outcomes, Path(config.hydra.sweep.dir) / CSV_FILE)
         print_table(table(outcomes))
         failed = [outcome for outcome in outcomes if outcome["error"]]
         for outcome in failed:
@@ -84,21 +93,74 @@ class SweepTable(Callback):
 
 def print_table(grid: Table) -> None:
     """To standard output, as wide as the terminal, or as wide as it wants to be when there is none."""
-    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(grid)
+    given = sys.stdout.isatty() or "COLUMNS" in os.environ
+    Console(width=None if given else FILE_WIDTH).print(grid)
 
 
 def table(outcomes: list[dict[str, Any]]) -> Table:
-    """One row per job: the overrides that differ between jobs, the figures, and why it failed."""
+    """One row per job: the overrides that differ between jobs, the figures, and why it failed; * at the best.
+
+    A number that is the same in all jobs stands below the table.
+    """
+    keys, columns = _columns(outcomes)
+    values = {column: [outcome["figures"].get(column) for outcome in outcomes] for column in columns}
+    done = [i for i, outcome in enumerate(outcomes) if not outcome["error"]]
+    same = {}
+    for column in columns if len(done) > 1 else []:
+        first, *rest = (values[column][i] for i in done)
+        if _is_number(first) and all(value == first for value in rest):
+            same[column] = first
+    columns = [column for column in columns if column not in same]
+    best = {column: _best(values[column], column) for column in columns}
+    grid = Table(title=f"{len(outcomes)} jobs", title_justify="left", caption_justify="left")
+    for name in ("job", *keys, *columns):
+        grid.add_column(name, overflow="fold")
+    for i, outcome in enumerate(outcomes):
+        cells = [_cell(outcome["overrides"].get(key)) for key in keys]
+        for column in columns:
+            value = outcome["error"] if column == "error" else values[column][i]
+            mark = " *" if best[column] is not None and value == best[column] else ""
+            cells.append(_cell(value) + mark)
+        grid.add_row(str(outcome["job"]), *cells)
+    notes = ["* is the best of its column"] if any(value is not None for value in best.values()) else []
+    if same:
+        notes.append("the same in all jobs: " + ", ".join(f"{name} {value}" for name, value in same.items()))
+    grid.caption = "; ".join(notes) or None
+    return grid
+
+
+def write_csv(outcomes: list[dict[str, Any]], path: Path) -> None:
+    """The table without shortening, one line per job."""
+    keys, columns = _columns(outcomes)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["job", *keys, *columns])
+        for outcome in outcomes:
+            values = {**outcome["figures"], "error": outcome["error"]}
+            row = [outcome["overrides"].get(key) for key in keys] + [values.get(column) for column in columns]
+            writer.writerow([outcome["job"], *row])
+
+
+def _columns(outcomes: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """Overrides that differ between jobs, and figures; ``error`` is the last of these if a job failed."""
     keys = list(_swept(outcomes, outcomes[0])) if outcomes else []
     columns = list(dict.fromkeys(name for outcome in outcomes for name in outcome["figures"]))
     if any(outcome["error"] for outcome in outcomes):
         columns.append("error")
-    grid = Table("job", *keys, *columns, title=f"{len(outcomes)} jobs", title_justify="left")
-    for outcome in outcomes:
-        values = {**outcome["figures"], "error": outcome["error"]}
-        cells = [outcome["overrides"].get(key) for key in keys] + [values.get(column) for column in columns]
-        grid.add_row(str(outcome["job"]), *(_cell(cell) for cell in cells))
-    return grid
+    return keys, columns
+
+
+def _best(values: list[Any], column: str) -> float | None:
+    """The best of a column's numbers; None if no direction is good, or if all are equal."""
+    numbers = {value for value in values if _is_number(value)}
+    direction = better(column)
+    if direction is None or len(numbers) < 2:
+        return None
+    return max(numbers) if direction == "higher" else min(numbers)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _swept(outcomes: list[dict[str, Any]], outcome: dict[str, Any]) -> dict[str, Any]:

@@ -83,15 +83,16 @@ class KVCacheFormat(ABC):
 
         k, v: ``[tokens, kv_heads, head_dim]`` compute dtype, last dimension contiguous (they may be slices of a fused
         qkv tensor). slot_mapping: ``[tokens]`` int32 or int64; a slot < 0 is skipped, and no two slots >= 0 are equal.
-        Must touch no other slot. Must not synchronise with the device. Offsets are 64-bit: pools exceed 2^31 elements.
+        Every layer of a step stores with the same ``slot_mapping``, which nobody modifies meanwhile, so a format may
+        remember what it derived from it. Must touch no other slot. Must not synchronise with the device. Offsets are 64-bit: pools exceed 2^31 elements.
         """
 
     @abstractmethod
     def gather(self, layer: LayerCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Dense, dequantised K and V: the slow path that is right for every backend.
 
-        slots: integer tensor of any shape ``S``, all valid and written. Returns two fresh tensors
-        ``[*S, kv_heads, head_dim]`` in the compute dtype.
+        slots: integer tensor of any shape ``S``, all valid and written; as in ``store``, nobody modifies it while the
+        layers of a step ask with it. Returns two fresh tensors ``[*S, kv_heads, head_dim]`` in the compute dtype.
         """
 
     def norm_rope_store(self) -> Callable[..., Any] | None:

@@ -27,6 +27,7 @@ class AttentionStep:
         self.prefill = prefill
         self.decode = decode
         self.fused = kv.norm_rope_store()
+        self._rotation: torch.Tensor | None = None  # cos and sin of the step's tokens, the same in all layers
         if batch.prefill is not None and prefill is not None:
             batch.prefill.plan = prefill.plan_prefill(batch.prefill)
         if batch.decode is not None and decode is not None:
@@ -52,13 +53,15 @@ class AttentionStep:
             )
             k, v = k[split:], v[split:]
         else:
+            if self._rotation is None:
+                self._rotation = cos_sin.index_select(0, batch.positions)
             q, k, v = qk_norm_rope(
                 qkv,
                 q_norm_weight,
                 k_norm_weight,
                 eps,
-                cos_sin,
-                batch.positions,
+                self._rotation,
+                None,
                 self.num_q_heads,
                 num_kv_heads,
                 head_dim,

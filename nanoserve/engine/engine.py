@@ -320,8 +320,8 @@ class Engine:
                 output.delta.append(delta)
             if output.text.stopped_by is not None:  # type: ignore[union-attr]
                 return self._finish(seq, "stop", stop_reason=output.text.stopped_by)  # type: ignore[union-attr]
-            if request.stream:
-                self._dirty[request.id] = request
+        if request.stream:
+            self._dirty[request.id] = request
         if len(seq.token_ids) >= seq.max_num_tokens:
             return self._finish(seq, "length")
         return False

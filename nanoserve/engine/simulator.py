@@ -133,7 +133,7 @@ class Simulator:
 
 
 class StepLoad(NamedTuple):
-    """What a step has to do. context_tokens: tokens in the KV cache that its sequences attend to, new ones included."""
+    """What a step has to do. context_tokens: tokens whose KV its decoding sequences read."""
 
     num_decode: int
     num_prefill_tokens: int
@@ -145,7 +145,7 @@ def step_load(schedule: Schedule) -> StepLoad:
     return StepLoad(
         len(schedule.decode),
         sum(n for _, n in schedule.prefill),
-        sum(seq.num_computed_tokens for seq in scheduled(schedule)),
+        sum(seq.num_computed_tokens for seq in schedule.decode),
     )
 
 

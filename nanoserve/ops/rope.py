@@ -12,7 +12,7 @@ def qk_norm_rope(
     k_weight: torch.Tensor,
     eps: float,
     cos_sin: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -21,7 +21,7 @@ def qk_norm_rope(
 
     qkv: ``[tokens, (q_heads + 2 * kv_heads) * head_dim]``, q heads first, then k, then v. q_weight, k_weight:
     ``[head_dim]``. cos_sin: ``[max_positions, head_dim]`` fp32, first half cos, second half sin. positions:
-    ``[tokens]`` int32 or int64. Element i is paired with i + head_dim / 2 ("half" rotation, as Hugging Face and NeoX).
+    ``[tokens]`` int32 or int64; None when ``cos_sin`` is ``[tokens, head_dim]`` already. Element i is paired with i + head_dim / 2 ("half" rotation, as Hugging Face and NeoX).
     Returns q ``[tokens, q_heads, head_dim]``, k and v ``[tokens, kv_heads, head_dim]`` in the dtype of ``qkv``;
     v is a view of ``qkv``, q and k are views of one fresh tensor.
     """
@@ -30,7 +30,9 @@ def qk_norm_rope(
     weight = torch.cat([q_weight.expand(num_q_heads, head_dim), k_weight.expand(num_kv_heads, head_dim)])
     x = F.rms_norm(heads[:, :num_qk_heads].float(), (head_dim,), eps=eps).mul_(weight)
 
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    if positions is not None:
+        cos_sin = cos_sin.index_select(0, positions)
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     rotated = torch.empty_like(x)
     half = head_dim // 2

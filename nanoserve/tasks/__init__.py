@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import PLUGIN_GROUPS, EngineConfig, build, group_names
 from nanoserve.contracts.errors import ConfigError
-from nanoserve.registry import Registry
+from nanoserve.registry import KINDS, Registry
 
 if TYPE_CHECKING:
     from nanoserve.llm import LLM
@@ -55,12 +55,22 @@ def run_task(values: Mapping[str, Any], folder: Path | None = None) -> dict[str,
     if missing := [key for key in SECTIONS if key not in sections]:
         raise ConfigError(f"{missing[0]}: this group is required")
     module = importlib.import_module(f"nanoserve.tasks.{name}")
-    job = Job(
-        options=build(module.Options, own, "", owner=f"task={name}"),
-        config=EngineConfig.from_mapping(sections),
-        sampling=build(SamplingParams, sections["sampling"], "sampling"),
-        registry=Registry.discover(),
-        folder=folder,
-    )
-    figures: dict[str, Any] = module.run(job)
+    registry = Registry.discover()
+    config = EngineConfig.from_mapping(sections)
+    sampling = build(SamplingParams, sections["sampling"], "sampling")
+    try:
+        options = build(module.Options, own, "", owner=f"task={name}")
+    except ConfigError:
+        # A misspelt option of a plugin comes before one that is missing, though it costs the plugin's import to know.
+        check_plugin_options(config, registry)
+        raise
+    figures: dict[str, Any] = module.run(Job(options, config, sampling, registry, folder))
     return figures
+
+
+def check_plugin_options(config: EngineConfig, registry: Registry) -> None:
+    """Raise ConfigError or PluginError if a chosen plugin, or an option given for it, does not exist."""
+    for kind, details in KINDS.items():
+        choice = getattr(config, details.group)
+        if (kind, choice.name) != ("attention", "auto"):  # the one name that stands for no plugin
+            registry.make_options(kind, registry.get(kind, choice.name), choice.options)

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import FreeText
-from nanoserve.contracts.errors import NanoserveError, RequestError
+from nanoserve.contracts.errors import ConfigError, NanoserveError, RequestError
 from nanoserve.tasks.generate import composition
 
 if TYPE_CHECKING:
@@ -29,10 +29,15 @@ class Options:
 
 
 def run(job: Job) -> dict[str, Any]:
+    for key, value, only in (("logprobs", job.sampling.logprobs, None), ("n", job.sampling.n, 1)):
+        if value != only:
+            raise ConfigError(f"sampling.{key}: a chat shows one reply and no log-probabilities")
     opening = [] if job.options.system is None else [{"role": "system", "content": str(job.options.system)}]
     messages = list(opening)
     turns = 0
     with job.llm() as llm:
+        if llm.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so it cannot chat")
         print(f"[{composition(llm)} · /reset, /exit, Ctrl-C stops a reply]", file=sys.stderr)
         for text in read_user():
             if text == "/exit":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import sys
 import time
@@ -37,13 +38,23 @@ class Options:
             raise ConfigError('give either prompt="text to continue" or prompts=FILE.jsonl; see nanoserve --help')
         if self.output is not None and self.prompts is None:
             raise ConfigError("output: only the results of prompts=FILE.jsonl go into a file")
+        files = [Path(name) for name in (self.prompts, self.output) if name is not None and Path(name).is_file()]
+        if len(files) == 2 and files[0].samefile(files[1]):
+            raise ConfigError(f"output: {self.output!r} is the file of prompts, and would be overwritten")
 
 
 def run(job: Job) -> dict[str, Any]:
     if job.options.prompts is not None:
         return run_file(job)
-    prompt = sys.stdin.read() if job.options.prompt == STDIO else str(job.options.prompt)
+    if job.sampling.logprobs is not None:
+        raise ConfigError("sampling.logprobs: only prompts=FILE.jsonl shows log-probabilities")
+    try:
+        prompt = sys.stdin.read() if job.options.prompt == STDIO else str(job.options.prompt)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not {error.encoding.upper()}: {error.reason}") from error
     with job.llm() as llm:
+        if llm.tokenizer is None:
+            raise RequestError("this model has no tokenizer: write prompts=FILE.jsonl, with lines such as [1, 2, 3]")
         return run_prompt(llm, prompt, job.sampling)
 
 
@@ -121,7 +132,8 @@ class Line:
                 row |= {"token_ids": first.token_ids, "logprobs": first.logprobs}
         if self.error is not None:
             row["error"] = self.error
-        return json.dumps(row, ensure_ascii=False)
+        # Half a surrogate pair is legal in JSON as an escape, and only so.
+        return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
 def run_file(job: Job) -> dict[str, Any]:
@@ -168,6 +180,11 @@ def parse_lines(source: Iterable[str], defaults: SamplingParams) -> list[Line]:
         line = Line(number)
         lines.append(line)
         try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a byte that _open let through as a surrogate
+            line.error = f"not UTF-8: byte 0x{ord(text[error.start]) & 0xFF:02x} after {text[: error.start][-20:]!r}"
+            continue
+        try:
             value = json.loads(text)
         except ValueError as error:
             line.error = f"not JSON: {error}"
@@ -186,11 +203,15 @@ def parse_lines(source: Iterable[str], defaults: SamplingParams) -> list[Line]:
 
 @contextlib.contextmanager
 def _open(path: str | None, mode: str, standard: IO[str]) -> Iterator[IO[str]]:
+    """A file or a standard stream of JSON lines. Bytes that are not UTF-8 become surrogates; a BOM is skipped."""
+    encoding, errors = ("utf-8-sig", "surrogateescape") if mode == "r" else ("utf-8", "strict")
     if path in (None, STDIO):
+        if isinstance(standard, io.TextIOWrapper):
+            standard.reconfigure(encoding=encoding, errors=errors)
         yield standard
         return
     try:
-        file = open(str(path), mode, encoding="utf-8")  # noqa: SIM115
+        file = open(str(path), mode, encoding=encoding, errors=errors)  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"cannot open {path!r}: {error.strerror}") from error
     with file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from nanoserve.registry import KINDS, Registration, Registry
 if TYPE_CHECKING:
     from nanoserve.tasks import Job
 
+FILE_WIDTH = 140  # characters, in a file or a pipe; COLUMNS sets another
 COLUMNS = ("choose", "what", "phases", "KV formats", "dtypes", "head sizes", "devices")
 
 
@@ -53,6 +55,14 @@ def row(registration: Registration) -> tuple[str, ...]:
     )
 
 
+def in_words(cells: Sequence[str]) -> tuple[str, str]:
+    """``choose``, and the other cells in a few lines for a terminal of any width."""
+    choose, what, phases, kv_formats, dtypes, head_sizes, devices = cells
+    kv_formats, head_sizes = kv_formats and f"KV {kv_formats}", head_sizes and f"head size {head_sizes}"
+    can = " · ".join(filter(None, (phases, kv_formats, dtypes, head_sizes, devices)))
+    return choose, f"{what}\n{can}" if can else what
+
+
 def markdown(registry: Registry) -> str:
     """The table of capabilities in the README."""
     rows = [row(registration) for kind in KINDS for registration in registry.registrations(kind)]
@@ -64,12 +74,16 @@ def print_table(registry: Registry) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 240)
-    table = Table(*COLUMNS, "distribution", title="plugins", title_justify="left")
+    given = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if given else FILE_WIDTH)
+    table = Table(title="plugins", title_justify="left")
+    table.add_column("choose", no_wrap=True, overflow="fold")  # a name that is cut cannot be copied
+    table.add_column("what")
+    table.add_column("distribution", no_wrap=True, overflow="fold")
     for kind in KINDS:
         for registration in registry.registrations(kind):
             source = registration.source
-            table.add_row(*row(registration), f"{source.distribution} {source.version}".rstrip())
+            table.add_row(*in_words(row(registration)), f"{source.distribution} {source.version}".rstrip())
         table.add_section()
     console.print(table)
     if registry.broken:

@@ -160,7 +160,7 @@ def _out_layout(warps, d):
 
 @gluon.constexpr_function
 def _sum_layout(warps, d, x):
-    """``[warps, d, 8]``, d in the order of ``_value_fragment``: a thread has all warps' values of its ``_out_layout``."""
+    """``[warps, d, 8]``, d in the order of ``_value_fragment``: a thread has all warps' values of ``_out_layout``."""
     run = d // x // 8  # d is (x, g, e) with 8 g and ``run`` e; its row is (x, e, g)
 
     def row(dim):

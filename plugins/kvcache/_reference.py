@@ -6,6 +6,8 @@ A cache tensor is ``[num_blocks, kv_heads, block_size, *rest]``. Seen as rows of
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 
@@ -13,8 +15,8 @@ def token_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Row numbers of slots ``S`` (any shape, all >= 0) in a cache tensor: int64 ``[kv_heads, *S]``."""
     _, num_kv_heads, block_size = cache.shape[:3]
     slots = slots.long()
-    first_head = slots + slots // block_size * ((num_kv_heads - 1) * block_size)
-    heads = torch.arange(num_kv_heads, device=slots.device) * block_size
+    first_head = torch.add(slots, slots // block_size, alpha=(num_kv_heads - 1) * block_size)
+    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=slots.device)
     return first_head + heads.view(-1, *(1,) * slots.dim())
 
 
@@ -35,9 +37,29 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) ->
     flat.index_copy_(0, rows.view(-1), values.transpose(0, 1).flatten(0, 1).to(cache.dtype))
 
 
-def drop_skipped(slots: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """slots and tensors, all ``[tokens, ...]``, without the tokens whose slot is negative. Reads a flag on the host."""
-    if not (slots < 0).any():
-        return slots, *tensors
-    keep = (slots >= 0).nonzero().view(-1)
-    return slots[keep], *(tensor[keep] for tensor in tensors)
+class SlotRows:
+    """Row numbers of slots, remembered for the tensor that was asked about last: all layers of a step ask alike."""
+
+    def __init__(self) -> None:
+        self._slots: weakref.ref[torch.Tensor] | None = None
+        self._kept: torch.Tensor | None = None
+        self._rows = torch.empty(0)
+
+    def read(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """:func:`token_rows` of slots that are all written."""
+        if self._slots is None or self._slots() is not slots:
+            self._slots, self._rows = weakref.ref(slots), token_rows(cache, slots)
+        return self._rows
+
+    def write(self, cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Tokens to keep (None: all), for those with a negative slot are skipped, and the rows of those kept.
+
+        Reads a flag on the host.
+        """
+        if self._slots is None or self._slots() is not slot_mapping:
+            slots, self._kept = slot_mapping, None
+            if (slots < 0).any():
+                self._kept = (slots >= 0).nonzero().view(-1)
+                slots = slots[self._kept]
+            self._slots, self._rows = weakref.ref(slot_mapping), token_rows(cache, slots)
+        return self._kept, self._rows

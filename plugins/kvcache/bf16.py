@@ -11,7 +11,7 @@ import torch
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape, KVCacheSpec, LayerCache
 from nanoserve.hookspecs import hookimpl
-from nanoserve_plugins.kvcache._reference import drop_skipped, read_rows, token_rows, write_rows
+from nanoserve_plugins.kvcache._reference import SlotRows, read_rows, write_rows
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -28,6 +28,7 @@ class BF16KVCache(KVCacheFormat):
 
     def __init__(self, options: BF16Config, shape: KVCacheShape) -> None:
         super().__init__(shape)
+        self._rows_written, self._rows_read = SlotRows(), SlotRows()
         self.dtype = shape.dtype if options.dtype == "auto" else DTYPES[options.dtype]
         self.exact = torch.promote_types(self.dtype, shape.dtype) == self.dtype
 
@@ -61,13 +62,14 @@ class BF16KVCache(KVCacheFormat):
         return _kernels.norm_rope_store
 
     def _store_torch(self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        slots, k, v = drop_skipped(slot_mapping, k, v)
-        rows = token_rows(layer.k, slots)
+        kept, rows = self._rows_written.write(layer.k, slot_mapping)
+        if kept is not None:
+            k, v = k[kept], v[kept]
         write_rows(layer.k, rows, k)
         write_rows(layer.v, rows, v)
 
     def gather(self, layer: LayerCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, dtype = token_rows(layer.k, slots), self.shape.dtype
+        rows, dtype = self._rows_read.read(layer.k, slots), self.shape.dtype
         return read_rows(layer.k, rows).to(dtype), read_rows(layer.v, rows).to(dtype)
 
 

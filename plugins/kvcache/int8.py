@@ -14,7 +14,7 @@ import torch
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape, KVCacheSpec, LayerCache
 from nanoserve.hookspecs import hookimpl
-from nanoserve_plugins.kvcache._reference import drop_skipped, read_rows, token_rows, write_rows
+from nanoserve_plugins.kvcache._reference import SlotRows, read_rows, write_rows
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,6 +49,7 @@ class Int8KVCache(KVCacheFormat):
 
     def __init__(self, options: Int8Config, shape: KVCacheShape) -> None:
         super().__init__(shape)
+        self._rows_written, self._rows_read = SlotRows(), SlotRows()
 
     def bytes_per_block(self) -> int:
         shape = self.shape
@@ -83,15 +84,16 @@ class Int8KVCache(KVCacheFormat):
         return _kernels.norm_rope_store
 
     def _store_torch(self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        slots, k, v = drop_skipped(slot_mapping, k, v)
-        rows = token_rows(layer.k, slots)
+        kept, rows = self._rows_written.write(layer.k, slot_mapping)
+        if kept is not None:
+            k, v = k[kept], v[kept]
         for x, cache, scales in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
             data, scale = quantize(x)
             write_rows(cache, rows, data)
             write_rows(scales, rows, scale)
 
     def gather(self, layer: LayerCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, dtype = token_rows(layer.k, slots), self.shape.dtype
+        rows, dtype = self._rows_read.read(layer.k, slots), self.shape.dtype
         k = dequantize(read_rows(layer.k, rows), read_rows(layer.k_scale, rows), dtype)
         v = dequantize(read_rows(layer.v, rows), read_rows(layer.v_scale, rows), dtype)
         return k, v

@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +11,9 @@ from nanoserve.testing.attention import make_case
 from nanoserve_plugins.attention._kernels import WorkList, even_programs
 
 
+@pytest.mark.gpu
 class TestPagedV2Split(AttentionBackendSuite):
-    """Without a GPU one program does the whole batch, so every context stays in one piece."""
+    """Without a GPU one program would do the whole batch, every context in one piece."""
 
     backend = "paged_v2_split"
 

@@ -35,6 +35,7 @@ class EchoLLM:
         self.job = job
         self.requests: list[tuple[Any, Any]] = []
         self.closed = False
+        self.tokenizer: Any = "characters"
         self.engine = dataclasses.make_dataclass("Engine", ["info"])(
             EngineInfo("echo", {"prefill": "sdpa"}, job.config.kv.name, job.config.scheduler.name, "auto", 16, 8, 256)
         )

@@ -22,7 +22,8 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .2rem .8rem; border-bottom: 1px solid #ddd }
 td { text-align: right; font-variant-numeric: tabular-nums } td:first-child, th { text-align: left }
-svg { max-width: 100%; height: auto } pre { background: #f6f6f6; padding: 1rem; overflow: auto } h1, h2 { font-weight: 600 }
+svg { max-width: 100%; height: auto } pre { background: #f6f6f6; padding: 1rem; overflow: auto }
+h1, h2 { font-weight: 600 }
 """
 
 

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import nanoserve
+
 if TYPE_CHECKING:
     from nanoserve.llm import LLM
 
@@ -33,14 +35,12 @@ def describe(llm: LLM) -> dict[str, Any]:
     import torch
     import transformers
 
-    from nanoserve import __version__
-
     cuda = llm.engine.runner.device.type == "cuda"  # type: ignore[attr-defined]
     info = llm.engine.info
     return {
         "hardware": torch.cuda.get_device_name() if cuda else f"{_cpu_name()}, {torch.get_num_threads()} threads",
         "versions": {
-            "nanoserve": __version__,
+            "nanoserve": nanoserve.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -60,14 +60,16 @@ def _cpu_name() -> str:
 
 def git_revision() -> str | None:
     """The commit of the checkout that this package is imported from, ``-dirty`` if edited; None outside of one."""
-    folder = Path(__file__).parent
+    package = Path(nanoserve.__file__)
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+        done = subprocess.run(
+            ["git", *arguments], cwd=package.parent, capture_output=True, text=True, check=True, timeout=10
+        )
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie in somebody's repository
+        git("ls-files", "--error-unmatch", package.name)  # an installed copy may lie in somebody's repository
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None

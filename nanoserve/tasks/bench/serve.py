@@ -88,6 +88,8 @@ class Serve(WorkloadOptions):
 def resolve(values: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a configuration with the arrival pattern that its scenario stands for. ConfigError if two do."""
     values = dict(values)
+    if values.get("arrival") == "trace" and values.get("trace") is None:
+        raise ConfigError("bench.trace: a value is required (the file of a trace)")
     scenario, arrival = values.get("scenario"), values.get("arrival")
     if scenario is None and arrival is not None:
         return values
@@ -102,7 +104,9 @@ def resolve(values: Mapping[str, Any]) -> dict[str, Any]:
         values["rate"] = SERVER_RATE
     if scenario == "single_stream":
         if values.get("concurrency") not in (None, 1):
-            raise ConfigError(f"bench.concurrency: one at a time with scenario=single_stream, not {values['concurrency']}")
+            raise ConfigError(
+                f"bench.concurrency: one at a time with scenario=single_stream, not {values['concurrency']}"
+            )
         values["concurrency"] = 1
     return values
 

@@ -46,9 +46,12 @@ def prompt_logits(engine: Engine, token_ids: list[int], chunk: int) -> Iterator[
 
 
 def score(engine: Engine, prompt_ids: list[int], target_ids: list[int], chunk: int) -> torch.Tensor:
-    """Logits ``[len(target_ids), vocab_size]`` from which each target token would be drawn, all before it given."""
-    logits = torch.cat(list(prompt_logits(engine, prompt_ids + target_ids[:-1], chunk)))
-    return logits[len(prompt_ids) - 1 :]
+    """Logits ``[len(target_ids), vocab_size]`` from which each target token would be drawn, all before it given.
+
+    Of a prompt too long for the engine only the end is read.
+    """
+    token_ids = (prompt_ids + target_ids[:-1])[-(engine.capacity - 1) :]
+    return torch.cat(list(prompt_logits(engine, token_ids, chunk)))[-len(target_ids) :]
 
 
 class Window(NamedTuple):
@@ -132,9 +135,10 @@ class Divergence:
         self.agree += int((base.top1 == other.top1).sum())
 
     def figures(self) -> dict[str, float]:
-        """delta_nll: mean, nats per token, with its standard error (tokens as independent); delta_ppl: its ratio − 1.
+        """delta_nll: mean, nats per token, with its standard error (as if tokens were independent).
 
-        kl: mean KL(base ‖ other), and its 99th percentile; top1_agreement: share of tokens with the same first choice.
+        delta_ppl: relative rise of the perplexity per token. kl: mean KL(base ‖ other), and its 99th percentile.
+        top1_agreement: share of tokens whose most likely candidate is the same.
         """
         delta, kl = torch.cat(self.delta_nll).double(), torch.cat(self.kl).double()
         mean = delta.mean().item()
@@ -144,9 +148,14 @@ class Divergence:
             "delta_nll_stderr": error,
             "delta_ppl": math.expm1(mean),
             "kl": kl.mean().item(),
-            "kl_p99": torch.quantile(kl, 0.99).item() if len(kl) < 2**24 else math.nan,
+            "kl_p99": percentile(kl, 0.99),
             "top1_agreement": self.agree / len(delta),
         }
+
+
+def percentile(values: torch.Tensor, share: float) -> float:
+    """The smallest of ``values`` that at least ``share`` of them do not exceed (nearest rank)."""
+    return values.flatten().kthvalue(max(1, math.ceil(share * values.numel()))).values.item()
 
 
 def first_divergence(a: list[int], b: list[int]) -> int:

@@ -100,6 +100,10 @@ class Result:
     right: int
     total: int
 
+    @property
+    def share(self) -> float:
+        return self.right / self.total
+
 
 def brackets(llm: LLM, gaps: list[Gap], chunk: int) -> Result:
     assert llm.tokenizer is not None
@@ -132,11 +136,16 @@ def cloze(llm: LLM, gaps: list[Gap], chunk: int) -> Result:
     return Result(right, len(gaps))
 
 
-def parses(llm: LLM, count: int) -> Result:
-    """The model card's measure, with its prompts: signatures of held-out functions unknown to the training files."""
-    from nanoserve.assets.tiny import train
+def parse_prompts(count: int) -> list[str]:
+    """The model card's prompts: signatures of held-out functions that occur nowhere in the training files."""
+    from nanoserve.assets.tiny.train import heldout_signatures
 
-    prompts = train.heldout_signatures(None, count)
+    return heldout_signatures(None, count)
+
+
+def parses(llm: LLM, prompts: list[str]) -> Result:
+    from nanoserve.assets.tiny.train import parses
+
     outputs = llm.generate(list(prompts), SamplingParams(temperature=0.0, max_tokens=PARSE_TOKENS))
     texts = (p + o.text + ("\n" if o.finish_reason == "stop" else "") for p, o in zip(prompts, outputs, strict=True))
-    return Result(sum(map(train.parses, texts)), len(prompts))
+    return Result(sum(map(parses, texts)), len(prompts))

@@ -50,13 +50,13 @@ def cut(documents: list[Document], max_bytes: int | None) -> list[Document]:
     kept: list[Document] = []
     for name, text in documents:
         encoded = text.encode()
-        if len(encoded) > max_bytes:
-            encoded = encoded[:max_bytes]
-            encoded = encoded[: encoded.rfind(b"\n") + 1] or encoded
-            text = encoded.decode(errors="ignore")  # a last character may be cut in two
-        if text:
+        if len(encoded) <= max_bytes:
             kept.append((name, text))
-        max_bytes -= len(encoded)
-        if not max_bytes or len(kept) and kept[-1][1] != documents[len(kept) - 1][1]:
-            break
+            max_bytes -= len(encoded)
+            continue
+        encoded = encoded[:max_bytes]
+        encoded = encoded[: encoded.rfind(b"\n") + 1] or encoded
+        if rest := encoded.decode(errors="ignore"):  # a last character may be cut in two
+            kept.append((name, rest))
+        break
     return kept

@@ -1,0 +1,482 @@
+"""``task=simulate``: a scheduler without a model, on a workload of ``conf/simulate``.
+
+Scheduler, block manager and prefix cache are the engine's own; only the device is missing. Without a latency model
+every step lasts one *round*, the clock counts rounds, and a workload's times are in rounds too. With one, fitted from
+the steps of a ``task=bench`` record (``simulate.fit=FILE``), the same run predicts TTFT, TPOT and goodput in seconds.
+To learn step times once and to search configurations on a simulator is the idea of VIDUR (Agrawal et al., "Vidur: A
+Large-Scale Simulation Framework for LLM Inference", MLSys 2024); the model here is far simpler, four coefficients, so
+it says how far off it was on the run it was fitted on and on another one (``simulate.check=FILE``).
+
+Definitions. *recomputed tokens*: tokens whose KV was computed, lost in a preemption, and computed again. *passed
+over*: the most steps in a row that did not serve an unfinished request, and *wait* the longest time between two that
+did (or from its arrival to the first); their maxima are the starvation age. *reserved up front*: blocks that all
+requests together would hold if each reserved its full length when it is admitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoserve.config import EngineConfig, EngineOptions, PluginChoice, build
+from nanoserve.contracts.errors import ConfigError
+from nanoserve.contracts.scheduling import SchedulerLimits
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.simulator import Progress, Replay, StepLoad
+from nanoserve.metrics import QUANTILES, Objectives, percentile, summarise
+from nanoserve.workload import Workload, WorkloadOptions, make_workload
+
+if TYPE_CHECKING:
+    from nanoserve.registry import Registry
+    from nanoserve.tasks import Job
+
+SCHEMA = "nanoserve.simulate/1"
+TIMELINE_WIDTH = 100  # characters
+
+
+@dataclass(frozen=True)
+class Simulation(WorkloadOptions):
+    """A workload, and how its steps are timed and judged.
+
+    fit, check: JSON files of ``task=bench``: the latency model is fitted on one and tried on the other.
+    ttft_slo_ms, tpot_slo_ms: the objectives of goodput, with a latency model only.
+    timeline: print what happened to each request. plot: file for a plot of the run, .svg or .png.
+    """
+
+    fit: str | None = None
+    check: str | None = None
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
+    timeline: bool = False
+    plot: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("check", "ttft_slo_ms", "tpot_slo_ms"):
+            if getattr(self, key) is not None and self.fit is None:
+                raise ValueError(f"{key} needs a latency model: set fit to the JSON of a task=bench run")
+        for key in ("ttft_slo_ms", "tpot_slo_ms"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise ValueError(f"{key} must be above 0, not {value!r}")
+
+    @property
+    def objectives(self) -> Objectives:
+        def seconds(ms: float | None) -> float | None:
+            return None if ms is None else ms / 1e3
+
+        return Objectives(seconds(self.ttft_slo_ms), seconds(self.tpot_slo_ms))
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of ``conf/task/simulate.yaml``; ``simulate`` is one of ``conf/simulate``."""
+
+    simulate: Simulation
+    output: str | None = None
+
+
+def run(job: Job) -> dict[str, Any]:
+    options: Simulation = job.options.simulate
+    folder = job.folder or Path()
+    if options.plot is not None:
+        require_matplotlib()
+    model = comparisons = None
+    if options.fit is not None:
+        records = {"fit": read_record(options.fit, "simulate.fit")}
+        if options.check is not None:
+            records["check"] = read_record(options.check, "simulate.check")
+        model = LatencyModel.fit(records["fit"]["steps"])
+        comparisons = {name: compare(record, model, job.registry) for name, record in records.items()}
+    replay = make_replay(job.config, job.registry, options, model)
+    drive(replay)
+    figures = summary(replay, options.objectives, timed=model is not None)
+    print_summary(replay, figures, job.config, timed=model is not None)
+    if options.timeline:
+        print("\n".join(timeline(replay)))
+    if model is not None and comparisons is not None:
+        print_accuracy(model, comparisons)
+    if options.plot is not None:
+        plot(replay, folder / options.plot, "seconds" if model is not None else "rounds")
+    if job.options.output is not None:
+        record = {
+            "schema": SCHEMA,
+            "workload": asdict(options),
+            "config": asdict(job.config),
+            "engine": {"num_blocks": replay.blocks.num_blocks, "max_model_len": replay.limits.max_model_len},
+            "latency_model": None if model is None else asdict(model),
+            "accuracy": comparisons,
+            "figures": figures,
+            "requests": [request_row(progress) for progress in replay.progress],
+            "steps": [[*step.load, step.end - step.start] for step in replay.steps],
+        }
+        (folder / job.options.output).write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+    return {name: figures[name] for name in SHOWN if figures.get(name) is not None}
+
+
+# --- the run -----------------------------------------------------------------------------------------------------
+
+
+def make_replay(config: EngineConfig, registry: Registry, options: Simulation, model: LatencyModel | None) -> Replay:
+    """The composed scheduler, limits and pool, about to meet the workload."""
+    engine = config.engine
+    if engine.num_kv_blocks is None:
+        raise ConfigError("engine.num_kv_blocks: task=simulate needs a number; task=capacity says what fits a GPU")
+    if engine.max_model_len is None:
+        from nanoserve.tasks.capacity import model_config
+
+        max_model_len = model_config(config)[1].max_position_embeddings
+    else:
+        max_model_len = engine.max_model_len
+    blocks = BlockManager(engine.num_kv_blocks, engine.block_size, engine.enable_prefix_caching)
+    workload = make_workload(options, min(max_model_len, blocks.max_num_tokens), "simulate")
+    return _replay(
+        registry, config.scheduler, engine, max_model_len, blocks, workload, model,
+        overlap=bool(engine.overlap), keep_marks=options.timeline,
+    )  # fmt: skip
+
+
+def _replay(
+    registry: Registry,
+    scheduler: PluginChoice,
+    engine: EngineOptions,
+    max_model_len: int,
+    blocks: BlockManager,
+    workload: Workload,
+    model: LatencyModel | None,
+    *,
+    overlap: bool,
+    keep_marks: bool = False,
+) -> Replay:
+    spec = registry.get("scheduler", scheduler.name)
+    scheduler_options = registry.make_options("scheduler", spec, scheduler.options)
+    return Replay(
+        lambda limits, blocks: spec.factory(scheduler_options, limits, blocks),
+        SchedulerLimits(engine.max_num_seqs, engine.max_num_batched_tokens, max_model_len),
+        blocks,
+        workload,
+        step_time=model.step_time if model is not None else lambda load: 1.0,
+        overlap=overlap,
+        keep_marks=keep_marks,
+    )
+
+
+def drive(replay: Replay) -> None:
+    """Run to the end, with a progress bar on a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(unit="step", disable=not sys.stderr.isatty()) as bar:
+        while replay.has_work:
+            replay.step()
+            bar.update()
+
+
+def summary(replay: Replay, objectives: Objectives, timed: bool) -> dict[str, Any]:
+    """Every figure of the run. Times are in ms with a latency model and in rounds without."""
+    progress, blocks = replay.progress, replay.blocks
+    size = blocks.block_size
+    lengths = [p.timeline.prompt_len + p.timeline.output_len - 1 for p in progress]  # the last token's KV is not stored
+    figures: dict[str, Any] = {
+        "rounds": replay.num_steps,
+        "preemptions": replay.scheduler.num_preemptions,
+        "peak blocks": replay.peak_blocks,
+        "blocks": blocks.num_blocks,
+        "reserved up front": sum(-(-n // size) for n in lengths),
+        "leaked blocks": blocks.num_blocks - blocks.num_free,
+        "recomputed tokens": sum(p.num_recomputed for p in progress),
+        "passed over max": max(p.max_passed_over for p in progress),
+        "wait max ms": 1e3 * max(p.max_wait for p in progress),
+        "batch mean": statistics.fmean(step.load.num_decode for step in replay.steps),
+        "waiting mean": statistics.fmean(step.num_waiting for step in replay.steps),
+    }
+    served = summarise([p.timeline for p in progress], objectives)
+    served["preemptions"] = replay.scheduler.num_preemptions
+    figures = {**served, **figures}
+    return figures if timed else {_in_rounds(name): _rounds(name, value) for name, value in figures.items()}
+
+
+def _in_rounds(name: str) -> str:
+    if name == "QPS":
+        return "requests/round"
+    if name == "duration s":
+        return "duration rounds"
+    return name.replace(" ms", " rounds").replace("/s", "/round")
+
+
+def _rounds(name: str, value: Any) -> Any:
+    return value / 1e3 if name.endswith(" ms") and value is not None else value
+
+
+#: What a sweep's table shows, with and without a latency model.
+SHOWN = (
+    "rounds", "preemptions", "peak blocks", "recomputed tokens", "passed over max", "TTFT p50 ms", "TTFT p95 ms",
+    "TPOT p50 ms", "TPOT p95 ms", "output tok/s", "goodput req/s", "TTFT p50 rounds", "TTFT p95 rounds",
+    "TPOT p50 rounds", "TPOT p95 rounds", "output tok/round",
+)  # fmt: skip
+
+
+def request_row(progress: Progress) -> dict[str, Any]:
+    """One request in the JSON, with the keys of a ``task=bench`` record; times in seconds, or rounds."""
+    request = progress.timeline
+    return {
+        "arrival": request.arrival,
+        "prompt_len": request.prompt_len,
+        "output_len": request.output_len,
+        "ttft": request.ttft,
+        "tpot": request.tpot,
+        "e2e": request.e2e,
+        "queue": request.queue,
+        "cached": request.num_cached_tokens,
+        "preemptions": request.num_preemptions,
+        "finish_reason": request.finish_reason,
+        "recomputed": progress.num_recomputed,
+        "passed_over": progress.max_passed_over,
+        "wait": progress.max_wait,
+    }
+
+
+# --- the latency model -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """Seconds of a step: ``step + decode · sequences that decode + prefill · prompt tokens + context · tokens of
+    context that decoding reads``. All coefficients are at least 0."""
+
+    step: float
+    decode: float
+    prefill: float
+    context: float
+
+    @classmethod
+    def fit(cls, steps: Sequence[Sequence[float]]) -> LatencyModel:
+        """Non-negative least squares over records ``[num_decode, num_prefill_tokens, context_tokens, seconds]``.
+
+        With four unknowns, the best of all sixteen sets of non-zero coefficients is the exact solution.
+        """
+        records = np.asarray(steps, dtype=float).reshape(-1, 4)
+        if not len(records):
+            raise ConfigError("simulate.fit: the record holds no steps")
+        loads, seconds = np.column_stack([np.ones(len(records)), records[:, :3]]), records[:, 3]
+        scale = np.maximum(loads.max(axis=0), 1e-12)  # columns of one size: context counts thousands, decode tens
+        best, least = np.zeros(4), float(seconds @ seconds)
+        for used in itertools.chain.from_iterable(itertools.combinations(range(4), n) for n in range(1, 5)):
+            columns = list(used)
+            found = np.linalg.lstsq(loads[:, columns] / scale[columns], seconds, rcond=None)[0]
+            residual = float(np.sum((loads[:, columns] / scale[columns] @ found - seconds) ** 2))
+            if (found >= 0).all() and residual < least * (1 - 1e-9):
+                best, least = np.zeros(4), residual
+                best[columns] = found / scale[columns]
+        return cls(*best.tolist())
+
+    def step_time(self, load: StepLoad) -> float:
+        """Seconds."""
+        return (
+            self.step
+            + self.decode * load.num_decode
+            + self.prefill * load.num_prefill_tokens
+            + self.context * load.context_tokens
+        )
+
+
+def read_record(path: str, key: str) -> dict[str, Any]:
+    """A record of ``task=bench`` (or of this task). Raises ConfigError when it holds no steps and requests."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error}") from None
+    needed = ("steps", "requests", "workload", "config", "engine")
+    lacking = [name for name in needed if not isinstance(record, dict) or not record.get(name)]
+    if lacking:
+        raise ConfigError(
+            f"{key}: {path} has no {lacking[0]!r}; it must be a record of task=bench with bench kind serve"
+        )
+    return record  # type: ignore[no-any-return]
+
+
+def compare(record: Mapping[str, Any], model: LatencyModel, registry: Registry) -> dict[str, Any]:
+    """How far the model is off on a recorded run: step by step, and on the metrics of the run simulated anew.
+
+    The run is repeated with its own workload, scheduler, limits and pool. Errors are relative to what was measured.
+    """
+    measured = [seconds for *_, seconds in record["steps"]]
+    predicted = [model.step_time(StepLoad(*load)) for *load, _ in record["steps"]]
+    errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True) if m > 0]
+    engine = build(EngineOptions, record["config"]["engine"], "engine")
+    names = {f.name for f in dataclasses.fields(WorkloadOptions)}
+    options = build(WorkloadOptions, {k: v for k, v in record["workload"].items() if k in names}, "workload")
+    blocks = BlockManager(record["engine"]["num_blocks"], engine.block_size, engine.enable_prefix_caching)
+    max_model_len = record["engine"]["max_model_len"]
+    workload = make_workload(options, min(max_model_len, blocks.max_num_tokens))
+    # As the engine: null means on a GPU.
+    on_gpu = not str(record.get("hardware", "CPU")).startswith("CPU")
+    replay = _replay(
+        registry, PluginChoice(**record["config"]["scheduler"]), engine, max_model_len, blocks, workload, model,
+        overlap=on_gpu if engine.overlap is None else engine.overlap,
+    )  # fmt: skip
+    drive(replay)
+    again = [request_row(progress) for progress in replay.progress]
+    metrics = {}
+    for name in ("ttft", "tpot", "e2e"):
+        values = [[row[name] for row in rows if row[name] is not None] for rows in (again, record["requests"])]
+        for label, of in (("mean", statistics.fmean), *((f"p{q}", _quantile(q)) for q in QUANTILES)):
+            if all(values):
+                metrics[f"{name.upper()} {label} ms"] = [1e3 * of(values[0]), 1e3 * of(values[1])]
+    return {
+        "steps": len(measured),
+        "step error mean": statistics.fmean(errors),
+        "step error p90": percentile(errors, 90),
+        "total error": sum(predicted) / sum(measured) - 1,
+        "rounds": [replay.num_steps, len(measured)],
+        "metrics": metrics,
+    }
+
+
+def _quantile(q: int) -> Any:
+    return lambda values: percentile(values, q)
+
+
+# --- on the terminal ---------------------------------------------------------------------------------------------
+
+
+def print_summary(replay: Replay, figures: Mapping[str, Any], config: EngineConfig, timed: bool) -> None:
+    unit = "ms" if timed else "rounds"
+    per = "s" if timed else "round"
+    columns = ["mean", *(f"p{q}" for q in QUANTILES)]
+    rows: list[Sequence[str]] = [
+        ["rounds", _number(figures["rounds"])],
+        ["preemptions", _number(figures["preemptions"])],
+        ["peak blocks", f"{_number(figures['peak blocks'])} of {_number(figures['blocks'])}"],
+        ["blocks, all reserved up front", _number(figures["reserved up front"])],
+        ["leaked blocks", _number(figures["leaked blocks"])],
+        ["recomputed tokens", _number(figures["recomputed tokens"])],
+        ["starvation age, rounds", _number(figures["passed over max"])],
+    ]
+    if timed:
+        rows.append(["starvation age, ms", _number(figures["wait max ms"])])
+    rows += [
+        ["prefix hit rate", _number(figures["prefix hit rate"])],
+        [f"output tok/{per}", _number(figures[f"output tok/{per}"])],
+        [f"goodput req/{per}", _number(figures[f"goodput req/{per}"])],
+        ["goodput share", _number(figures["goodput share"])],
+    ]
+    for name in ("TTFT", "TPOT", "E2E", "queue"):
+        rows.append([f"{name}, {unit}", *(_number(figures[f"{name} {column} {unit}"]) for column in columns)])
+    title = f"{len(replay.progress)} requests, scheduler {config.scheduler.name}"
+    print_table(title, ["", "total or mean", *columns[1:]], rows)
+
+
+def timeline(replay: Replay) -> list[str]:
+    """One line per request, one character per step (or per several, on a long run; the rarest mark shows)."""
+    num_steps = replay.num_steps
+    stride = -(-num_steps // TIMELINE_WIDTH)
+    lines = [f"D decode, P prefill, x preempted, . passed over; one character is {stride} step(s)"]
+    width = max(len(p.timeline.request_id) for p in replay.progress)
+    first_step = {p.timeline.request_id: min((s for s, _ in p.marks), default=0) for p in replay.progress}
+    for progress in replay.progress:
+        came = first_step[progress.timeline.request_id] - _passed_over_first(replay, progress)
+        cells = [" " if step < came or step > progress.served_step else "." for step in range(num_steps)]
+        for step, mark in progress.marks:
+            cells[step] = mark
+        groups = ["".join(cells[i : i + stride]) for i in range(0, num_steps, stride)]
+        text = "".join(next(mark for mark in "xPD. " if mark in group) for group in groups)
+        lines.append(f"{progress.timeline.request_id:>{width}} {text.rstrip()}")
+    return lines
+
+
+def _passed_over_first(replay: Replay, progress: Progress) -> int:
+    """Steps that began between its arrival and the first that served it."""
+    first = min((step for step, _ in progress.marks), default=0)
+    return sum(replay.steps[i].start >= progress.timeline.arrival for i in range(first))
+
+
+def print_accuracy(model: LatencyModel, comparisons: Mapping[str, Mapping[str, Any]]) -> None:
+    rows = []
+    for name, of in (("steps: mean |error|", "step error mean"), ("steps: p90 |error|", "step error p90")):
+        rows.append([name, *itertools.chain.from_iterable(["", "", f"{c[of]:.1%}"] for c in comparisons.values())])
+    rows.append(
+        [
+            "total time",
+            *itertools.chain.from_iterable(["", "", f"{c['total error']:+.1%}"] for c in comparisons.values()),
+        ]
+    )
+    names = dict.fromkeys(name for c in comparisons.values() for name in c["metrics"])
+    for name in ("rounds", *names):
+        cells = []
+        for comparison in comparisons.values():
+            pair = comparison["rounds"] if name == "rounds" else comparison["metrics"].get(name)
+            off = f"{pair[0] / pair[1] - 1:+.1%}" if pair and pair[1] else ""
+            cells += [_number(pair[0]), _number(pair[1]), off] if pair else ["", "", ""]
+        rows.append([name, *cells])
+    titles = {"fit": "the run it was fitted on", "check": "another run"}
+    header = [f"{column}, {titles[name]}" for name in comparisons for column in ("predicted", "measured", "off")]
+    coefficients = (
+        f"step time = {1e3 * model.step:.3g} ms + {1e6 * model.decode:.3g} µs per decoding sequence "
+        f"+ {1e6 * model.prefill:.3g} µs per prompt token + {1e9 * model.context:.3g} ns per token of context"
+    )
+    print_table(coefficients, ["", *header], rows)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+# --- the plot ----------------------------------------------------------------------------------------------------
+
+
+def require_matplotlib() -> None:
+    """ConfigError when matplotlib is missing, before anything has run."""
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "simulate.plot: it needs matplotlib; pip install 'nanoserve[bench]', or leave simulate.plot out"
+        )
+
+
+def plot(replay: Replay, path: Path, unit: str) -> None:
+    """Batch and queue, KV use, and every request from arrival to end, over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    batch, use, requests = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 2))
+    times = [step.start for step in replay.steps]
+    batch.step(times, [step.load.num_decode for step in replay.steps], where="post", label="decoding")
+    batch.step(times, [step.num_waiting for step in replay.steps], where="post", label="waiting")
+    batch.set_ylabel("sequences")
+    batch.legend()
+    use.step(times, [step.blocks_used for step in replay.steps], where="post")
+    use.axhline(replay.blocks.num_blocks, linestyle=":")
+    use.set_ylabel("KV blocks")
+    for label, colour, begin, end in (
+        ("queued", "0.8", lambda t: t.arrival, lambda t: t.scheduled),
+        ("prefill", "C1", lambda t: t.scheduled, lambda t: t.deliveries[0][0]),
+        ("decode", "C0", lambda t: t.deliveries[0][0], lambda t: t.finished),
+    ):
+        lines = [progress.timeline for progress in replay.progress]
+        requests.hlines(range(len(lines)), [begin(t) for t in lines], [end(t) for t in lines], colour, label=label)
+    requests.set_ylabel("request")
+    requests.set_xlabel(unit)
+    requests.legend()
+    figure.savefig(path)

@@ -1,0 +1,254 @@
+"""``task=bench``: the driver against a timeline computed by hand (fake clock, fake model), then the real thing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.contracts.errors import ConfigError
+from nanoserve.contracts.scheduling import Schedule, SchedulerLimits
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.engine import Engine
+from nanoserve.engine.runner import SampledTokens
+from nanoserve.metrics import Objectives
+from nanoserve.registry import Registry
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.tasks import Job
+from nanoserve.tasks.bench import html
+from nanoserve.tasks.bench.serve import Run, drive, resolve
+from nanoserve.workload import Request, Workload
+from tests.helpers.distributions import Distributions
+from tests.helpers.distributions import distributions as distributions
+from tests.tasks.conftest import Cli
+
+REAL_LLM = Job.llm
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+class FakeModel:
+    """A step takes 0.1 s and 0.01 s per prompt token, of which nothing runs beside the host. ``on_step`` by number."""
+
+    def __init__(self, clock: Clock, blocks: BlockManager) -> None:
+        self.clock, self.blocks = clock, blocks
+        self.on_step: dict[int, Any] = {}
+        self.num_steps = 0
+
+    def launch(self, schedule: Schedule) -> Any:
+        self.num_steps += 1
+        if self.num_steps in self.on_step:
+            self.on_step[self.num_steps]()
+        self.blocks.take_new_rows()
+        self.clock.time += 0.1 + 0.01 * sum(count for _, count in schedule.prefill)
+        prefill = [seq for seq, _ in schedule.prefill]
+        return FakeStep([*schedule.decode, *(s for s in prefill if s.num_pending)], [s for s in prefill if not s.num_pending])
+
+    def close(self) -> None: ...
+
+
+class FakeStep:
+    def __init__(self, sampled: list[Any], chunks: list[Any]) -> None:
+        self.sampled, self.chunks = sampled, chunks
+
+    def wait(self) -> SampledTokens:
+        return SampledTokens([7] * len(self.sampled))
+
+
+class Bench:
+    """``bench([(arrival, prompt_len, output_len), …])`` drives a real engine on the fake model."""
+
+    def __init__(self, num_blocks: int = 64, max_num_batched_tokens: int = 1000) -> None:
+        self.clock = Clock()
+        blocks = BlockManager(num_blocks, 16)
+        self.model = FakeModel(self.clock, blocks)
+        registry = Registry.discover()
+        spec = registry.get("scheduler", "decode_first")
+        limits = SchedulerLimits(8, max_num_batched_tokens, 200)
+        scheduler = spec.factory(registry.make_options("scheduler", spec, {}), limits, blocks)
+        self.engine = Engine(self.model, scheduler, blocks, vocab_size=100, max_model_len=200, debug=True)
+
+    def __call__(self, requests: list[tuple[float, int, int]], concurrency: int | None = None, token: int = 1) -> Run:
+        workload = Workload(tuple(Request(i, *r) for i, r in enumerate(requests)), concurrency)
+        prompts = [[token + i] * r.prompt_len for i, r in enumerate(workload.requests)]
+        params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=r.output_len) for r in workload.requests]
+        return drive(self.engine, workload, prompts, params, clock=self.clock, sleep=self.clock.sleep)
+
+
+def near(*values: float) -> Any:
+    return pytest.approx(list(values), abs=1e-9)
+
+
+def test_open_loop_by_hand() -> None:
+    """A runs alone until 0.2; B came at 0.05 and waits for that; both decode; C finds an idle engine at 5.
+
+    step 1: 0.0-0.2 prefill A; 2: 0.2-0.5 decode A, prefill B; 3: 0.5-0.6 and 4: 0.6-0.7 decode; 5: 5.0-5.15 prefill C
+    """
+    run = Bench()([(0.0, 10, 3), (0.05, 20, 3), (5.0, 5, 1)])
+    a, b, c = run.requests
+    assert [r.ttft for r in run.requests] == near(0.2, 0.45, 0.15)
+    assert [r.queue for r in run.requests] == near(0.0, 0.15, 0.0)
+    assert [r.e2e for r in run.requests] == near(0.6, 0.65, 0.15)
+    assert [a.tpot, b.tpot] == near(0.2, 0.1) and c.tpot is None
+    assert a.itl == near(0.3, 0.1)
+    assert [(s.num_decode, s.num_prefill_tokens, s.context_tokens) for s in run.steps] == [
+        (0, 10, 0), (1, 20, 11), (2, 0, 12 + 21), (1, 0, 22), (0, 5, 0),
+    ]  # fmt: skip
+    assert run.durations() == near(0.2, 0.3, 0.1, 0.1, 0.15)
+    assert [step.used_blocks for step in run.steps] == [1, 3, 3, 2, 1]
+    figures = run.figures(Objectives(ttft=0.3, tpot=0.25))
+    assert [figures[k] for k in ("duration s", "QPS", "output tok/s", "goodput req/s")] == near(
+        5.15, 3 / 5.15, 7 / 5.15, 2 / 5.15
+    )
+    assert figures["busy s"] == pytest.approx(0.85) and figures["KV use peak"] == 3 / 64
+    assert figures["batch mean"] == pytest.approx((1 * 0.2 + 2 * 0.3 + 2 * 0.1 + 1 * 0.1 + 1 * 0.15) / 0.85)
+
+
+def test_closed_loop_by_hand() -> None:
+    """One at a time: a request arrives when it is sent, so nobody queues. A: 0-0.3, B: 0.3-0.6."""
+    run = Bench()([(0.0, 10, 2), (0.0, 10, 2)], concurrency=1)
+    assert [r.arrival for r in run.requests] == near(0.0, 0.3)
+    assert [r.queue for r in run.requests] == near(0.0, 0.0)
+    assert max(step.num_decode + step.num_prefill for step in run.steps) == 1
+
+
+def test_what_is_refused_aborted_or_fails_is_counted_and_the_rest_goes_on() -> None:
+    bench = Bench()
+    bench.model.on_step = {2: lambda: bench.engine.abort("bench-0"), 4: lambda: 1 / 0}
+    run = bench([(0.0, 10, 50), (0.0, 500, 1), (0.0, 10, 3), (4.0, 10, 2), (5.0, 10, 2)])
+    assert [r.finish_reason for r in run.requests] == ["abort", "error", "length", "error", "length"]
+    figures = run.figures(Objectives())
+    assert [figures[k] for k in ("requests", "completed", "aborted", "failed")] == [5, 2, 1, 2]
+    assert figures["E2E count"] == 2
+    assert "max_model_len is 200" in run.reasons[0] and "ZeroDivisionError" in run.reasons[1]
+    assert bench.engine.runner is bench.model and not bench.engine.requests
+
+
+def test_prefix_hits_and_preemptions_reach_the_figures() -> None:
+    bench = Bench(num_blocks=8)
+    run = bench([(0.0, 40, 60), (0.0, 40, 60)])  # 14 blocks in the end, of 8
+    assert run.figures(Objectives())["preemptions"] == run.requests[1].num_preemptions > 0
+    bench = Bench()
+    bench([(0.0, 40, 1)])
+    again = bench([(0.0, 40, 1)])
+    assert again.requests[0].num_cached_tokens == 32 and again.figures(Objectives())["prefix hit rate"] == 0.8
+
+
+# --- scenarios -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scenario", "arrival", "rate", "concurrency"),
+    [("offline", "all", None, None), ("server", "poisson", 8.0, None), ("single_stream", "closed", None, 1),
+     (None, "poisson", 8.0, None)],
+)  # fmt: skip
+def test_scenarios(scenario: str | None, arrival: str, rate: float | None, concurrency: int | None) -> None:
+    values = resolve({"scenario": scenario, "arrival": None, "rate": None, "concurrency": None})
+    assert (values["arrival"], values["rate"], values["concurrency"]) == (arrival, rate, concurrency)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"scenario": "offline", "arrival": "poisson"}, "bench.arrival: scenario=offline means arrival=all"),
+        ({"scenario": "multi"}, "bench.scenario: 'multi' is not one of offline, server, single_stream"),
+        ({"scenario": "single_stream", "concurrency": 4}, "bench.concurrency"),
+        ({"arrival": "trace"}, "bench.trace: a value is required"),
+    ],
+)
+def test_contradictions_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench.scenario=offline", "bench.rate=4"], "bench.rate must be null with arrival=all"),
+        (["bench.repeat=0"], "bench.repeat must be at least 1"),
+        (["bench.tpot_slo_ms=0"], "bench.tpot_slo_ms must be above 0"),
+        (["bench=nano_vllm", "report=a.html"], "report: only bench kind serve"),
+        (["bench=nano_vllm", "bench.kind=x"], "bench.kind: 'x' is not one of serve, throughput, latency"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_an_engine_is_built(cli: Cli, arguments: list[str], message: str) -> None:
+    run = cli("task=bench", *arguments)
+    assert (run.code, cli.llms) == (2, []) and message in run.err
+
+
+def test_the_missing_plotting_library_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = cli("task=bench", "report=a.html")
+    assert (run.code, cli.llms) == (2, []) and "pip install 'nanoserve[bench]'" in run.err
+    assert run.err.count("\n") == 1
+
+
+# --- the real thing ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real(cli: Cli, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> Any:
+    """``real(…)`` runs a small task=bench on a random checkpoint."""
+    monkeypatch.setattr(Job, "llm", REAL_LLM)
+    sizes = ["bench.num_requests=6", "bench.input_len=[4,12]", "bench.output_len=[2,6]"]
+    fixed = ["task=bench", f"model.path={tiny_checkpoint}", "engine.num_kv_blocks=64", *sizes]
+    return lambda *arguments: cli(*fixed, *arguments)
+
+
+def test_a_record_has_all_that_others_need(real: Any) -> None:
+    run = real("bench.rate=200", "bench.repeat=3", "output=a.json", "report=a.html")
+    assert run.code == 0, run.err
+    assert all(word in run.out for word in ("TTFT", "ITL", "goodput share", "scenario server: valid at 200"))
+    record = json.loads(Path("a.json").read_text())
+    assert {"hardware", "versions", "git", "engine", "config", "workload", "seed", "figures", "runs"} <= set(record)
+    assert record["workload"]["scenario"] == "server" and len(record["runs"]) == 3
+    assert all(set(row) >= {"arrival", "prompt_len", "output_len", "ttft", "tpot", "e2e"} for row in record["requests"])
+    assert record["figures"]["completed"] == 6 and record["figures"]["prefix hit rate"] == 0  # repeats share no prompt
+    decoded = sum(row["output_len"] - 1 for row in record["requests"])
+    assert sum(step[0] for step in record["steps"]) == decoded
+    assert sum(step[1] for step in record["steps"]) == sum(row["prompt_len"] for row in record["requests"])
+    assert sum(step[3] for step in record["steps"]) <= record["runs"][record["shown_run"]]["duration s"] + 1e-6
+    assert record["phases_ms"]["sample"] is None and record["phases_ms"]["tokenise"] > 0
+    page = Path("a.html").read_text()
+    assert page.count("<svg") == len(html.PLOTS) == 3
+    assert not re.search(r"""(src|href)=["'](?!#)""", page.replace("xlink:href", "href")), "it must load nothing"
+
+
+def test_a_sweep_marks_the_best_and_keeps_failing_jobs(real: Any, distributions: Distributions) -> None:
+    run = real("-m", "scheduler=decode_first,prefill_first", "engine.max_num_seqs=4,0", "bench.scenario=offline",
+               "hydra.sweep.dir=sweep")  # fmt: skip
+    assert run.code == 1
+    lines = [line for line in run.out.splitlines() if line.startswith("│") and "first" in line]
+    assert len(lines) == 4 and sum(" * " in line for line in lines) >= 1
+    assert "* is the best of its column" in run.out
+    with Path("sweep/sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["engine.max_num_seqs"] for row in rows] == ["4", "0", "4", "0"]
+    assert [bool(row["output tok/s"]) for row in rows] == [True, False, True, False]
+    assert [row["error"] for row in rows] == ["", "x", "", "x"]
+    assert json.loads(Path("sweep/2/bench.json").read_text())["engine"]["scheduler"] == "prefill_first"
+
+
+def test_the_older_kinds_work_as_they_did(real: Any, tiny_checkpoint: Path, cli: Cli) -> None:
+    model = ["task=bench", f"model.path={tiny_checkpoint}", "engine.num_kv_blocks=256", "output=a.json"]
+    lengths = ["bench.num_requests=4", "bench.input_len=[4,8]", "bench.output_len=[3,3]", "bench.max_token_id=200"]
+    assert cli(*model, "bench=nano_vllm", *lengths).code == 0
+    record = json.loads(Path("a.json").read_text())
+    assert record["figures"]["output tokens"] == 12 and len(record["figures"]["runs"]) == 2
+    shape = ["bench.batches=[2]", "bench.context=16", "bench.output_len=12", "bench.prompts=[[2,8]]", "bench.repeat=1"]
+    run = cli(*model, "bench=latency", *shape)
+    assert run.code == 0 and set(json.loads(Path("a.json").read_text())["figures"]) == {"TTFT 2x8 ms", "TPOT b2 ms"}
