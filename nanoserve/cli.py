@@ -87,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _compose_and_run(arguments)
             sys.stdout.flush()
     except SystemExit as stop:
+        if isinstance(stop.__cause__, OSError):
+            return _report(stop.__cause__, show_traceback)
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else FAILURE
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -356,7 +358,7 @@ def unknown_option(key: str) -> str:
     known = {f"{group}.{name}" for group in ("engine", "sampling") for name in load_yaml(group, "default") or ()}
     tasks = {task: _keys_of(task) for task in group_names("task")}
     if of := [f"task={task}" for task, keys in tasks.items() if key.partition(".")[0] in keys]:
-        return f"{key}: only {', '.join(of)} has this option"
+        return f"unknown option {key!r} of this task: it belongs to {' and '.join(of)}"
     known |= {name for keys in tasks.values() for name in keys}
     last = key.rpartition(".")[2]
     same = sorted(name for name in known if name.rpartition(".")[2] == last)

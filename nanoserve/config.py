@@ -84,7 +84,7 @@ class EngineOptions:
 
         def require_between(key: str, high: int, limit: str, optional: bool = False) -> None:
             value = getattr(self, key)
-            rule = f"between 1 and {limit}" + (", or null" if optional else "")
+            rule = f"1 to {limit}" + (", or null" if optional else "")
             require(key, (optional and value is None) or (value is not None and 1 <= value <= high), rule)
 
         size = self.block_size

@@ -79,7 +79,11 @@ class SweepTable(Callback):
         outcomes.sort(key=lambda outcome: outcome["job"])
         if outcomes:
             write_csv(outcomes, Path(config.hydra.sweep.dir) / CSV_FILE)
-        print_table(table(outcomes))
+        try:
+            print_table(table(outcomes))
+            sys.stdout.flush()
+        except OSError as error:  # a full disk
+            raise SystemExit(1) from error
         failed = [outcome for outcome in outcomes if outcome["error"]]
         for outcome in failed:
             words = "".join(f" {key}={value}" for key, value in _swept(outcomes, outcome).items())
@@ -112,7 +116,7 @@ def table(outcomes: list[dict[str, Any]]) -> Table:
             same[column] = first
     columns = [column for column in columns if column not in same]
     best = {column: _best(values[column], column) for column in columns}
-    grid = Table(title=f"{len(outcomes)} jobs", title_justify="left", caption_justify="left")
+    grid = Table(title=f"{len(outcomes)} job{'s' * (len(outcomes) != 1)}", title_justify="left", caption_justify="left")
     for name in ("job", *keys, *columns):
         grid.add_column(name, overflow="fold")
     for i, outcome in enumerate(outcomes):

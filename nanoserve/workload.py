@@ -119,6 +119,7 @@ class WorkloadOptions:
 
     def __post_init__(self) -> None:
         traced = self.trace is not None
+        _require(traced or self.arrival != "trace", "trace", "the path of a trace with arrival=trace", self.trace)
         for key, lowest in (
             ("num_requests", 1), ("burst_size", 1), ("concurrency", 1), ("num_prefixes", 1), ("turns", 1),
             ("shared_prefix_len", 0), ("think_time", 0), ("seed", 0),
@@ -142,7 +143,6 @@ class WorkloadOptions:
             _require(
                 used == (value is not None), key, f"{'given' if used else 'null'} with arrival={self.arrival}", value
             )
-        _require(traced or self.arrival != "trace", "trace", "the path of a trace with arrival=trace", self.trace)
         _require(traced or self.num_requests is not None, "num_requests", "given without a trace", None)
         _require(traced or self.length_scale is None, "length_scale", "null without a trace", self.length_scale)
         _require(

@@ -84,7 +84,8 @@ class KVCacheFormat(ABC):
         k, v: ``[tokens, kv_heads, head_dim]`` compute dtype, last dimension contiguous (they may be slices of a fused
         qkv tensor). slot_mapping: ``[tokens]`` int32 or int64; a slot < 0 is skipped, and no two slots >= 0 are equal.
         Every layer of a step stores with the same ``slot_mapping``, which nobody modifies meanwhile, so a format may
-        remember what it derived from it. Must touch no other slot. Must not synchronise with the device. Offsets are 64-bit: pools exceed 2^31 elements.
+        remember what it derived from it. Must touch no other slot. Must not synchronise with the device. Offsets are
+        64-bit: pools exceed 2^31 elements.
         """
 
     @abstractmethod

@@ -7,7 +7,7 @@ import torch
 from nanoserve.contracts.attention import AttentionBackend
 from nanoserve.contracts.kvcache import KVCacheFormat
 from nanoserve.engine.batch import Batch
-from nanoserve.ops.rope import qk_norm_rope
+from nanoserve.ops.rope import Rotation, norm_rope, rotation_of
 
 
 class AttentionStep:
@@ -27,7 +27,7 @@ class AttentionStep:
         self.prefill = prefill
         self.decode = decode
         self.fused = kv.norm_rope_store()
-        self._rotation: torch.Tensor | None = None  # cos and sin of the step's tokens, the same in all layers
+        self._rotation: Rotation | None = None
         if batch.prefill is not None and prefill is not None:
             batch.prefill.plan = prefill.plan_prefill(batch.prefill)
         if batch.decode is not None and decode is not None:
@@ -54,18 +54,9 @@ class AttentionStep:
             k, v = k[split:], v[split:]
         else:
             if self._rotation is None:
-                self._rotation = cos_sin.index_select(0, batch.positions)
-            q, k, v = qk_norm_rope(
-                qkv,
-                q_norm_weight,
-                k_norm_weight,
-                eps,
-                self._rotation,
-                None,
-                self.num_q_heads,
-                num_kv_heads,
-                head_dim,
-            )
+                self._rotation = rotation_of(cos_sin, batch.positions)
+            heads = (self.num_q_heads, num_kv_heads, head_dim)
+            q, k, v = norm_rope(qkv, q_norm_weight, k_norm_weight, eps, self._rotation, *heads)
             kv.store(layer, k, v, batch.slot_mapping)
             k, v = k[split:], v[split:]
             if batch.prefill is not None and not kv.exact:

@@ -149,6 +149,12 @@ class BatchBuilder:
         position = context - 1
         slots = np.array([s.block_table[-1] for s in decode], dtype=np.int32) * bs + position % bs
 
+        rows, cols, block_ids = self.blocks.take_table_updates()
+        updates = np.array(rows, dtype=np.int64) * self.rows.width + np.array(cols, dtype=np.int64)
+        decode_arrays = [position, slots, decode_rows, context, updates, np.array(block_ids, dtype=np.int32)]
+        if not prefill:
+            return self._decode_only(decode, contexts, decode_arrays)
+
         sampled = list(decode)
         chunks: list[Sequence] = []
         ids_parts, position_parts, slot_parts = [], [position], [slots]
@@ -177,9 +183,6 @@ class BatchBuilder:
         prefill_rows = np.array([s.table_row for s, _ in prefill], dtype=np.int32)
         sampled_rows = np.array([s.table_row for s in sampled], dtype=np.int32)
 
-        rows, cols, block_ids = self.blocks.take_table_updates()
-        updates = np.array(rows, dtype=np.int64) * self.rows.width + np.array(cols, dtype=np.int64)
-        every_token_sampled = not prefill
         (
             d_positions,
             d_slots,
@@ -208,42 +211,32 @@ class BatchBuilder:
                 np.array(lens_k, dtype=np.int32),
                 np.repeat(np.arange(len(prefill), dtype=np.int32), lens_q),
                 sampled_rows,
-                np.array([*range(num_decode), *logits_index] if prefill else [], dtype=np.int32),
-                updates,
-                np.array(block_ids, dtype=np.int32),
+                np.array([*range(num_decode), *logits_index], dtype=np.int32),
+                *decode_arrays[-2:],
             ]
         )
         self._update_table(d_updates, d_block_ids)
 
-        decode_meta = prefill_meta = None
+        longest = max(lens_k)
+        prefill_meta = PrefillMetadata(
+            num_seqs=len(prefill),
+            num_tokens=num_prefill,
+            cu_seqlens_q=d_cu_q,
+            cu_seqlens_k=d_cu_k,
+            context_lens=d_lens_k,
+            block_table=self._table_of(d_prefill_rows, longest),
+            slot_mapping=d_slots[num_decode:],
+            seq_ids=d_seq_ids,
+            query_positions=d_positions[num_decode:],
+            cu_seqlens_q_cpu=tuple(cu_q.tolist()),
+            cu_seqlens_k_cpu=tuple(cu_k.tolist()),
+            max_seqlen_q=max(lens_q),
+            max_seqlen_k=longest,
+            has_prefix=lens_q != lens_k,
+        )
+        decode_meta = None
         if decode:
-            longest = max(contexts)
-            decode_meta = DecodeMetadata(
-                num_seqs=num_decode,
-                context_lens=d_context,
-                block_table=self._table_of(d_decode_rows, longest),
-                slot_mapping=d_slots[:num_decode],
-                context_lens_cpu=tuple(contexts),
-                max_context_len=longest,
-            )
-        if prefill:
-            longest = max(lens_k)
-            prefill_meta = PrefillMetadata(
-                num_seqs=len(prefill),
-                num_tokens=num_prefill,
-                cu_seqlens_q=d_cu_q,
-                cu_seqlens_k=d_cu_k,
-                context_lens=d_lens_k,
-                block_table=self._table_of(d_prefill_rows, longest),
-                slot_mapping=d_slots[num_decode:],
-                seq_ids=d_seq_ids,
-                query_positions=d_positions[num_decode:],
-                cu_seqlens_q_cpu=tuple(cu_q.tolist()),
-                cu_seqlens_k_cpu=tuple(cu_k.tolist()),
-                max_seqlen_q=max(lens_q),
-                max_seqlen_k=longest,
-                has_prefix=lens_q != lens_k,
-            )
+            decode_meta = self._decode_metadata(contexts, d_decode_rows, d_context, d_slots[:num_decode])
         return Batch(
             num_decode=num_decode,
             num_prefill=num_prefill,
@@ -255,11 +248,42 @@ class BatchBuilder:
             sampled=sampled,
             sampled_rows=d_sampled_rows,
             sampled_rows_cpu=sampled_rows,
-            sample_positions_cpu=np.array(
-                [len(s.token_ids) + s.num_pending - 1 - s.num_prompt_tokens for s in sampled], dtype=np.int64
-            ),
-            logits_index=None if every_token_sampled else d_logits_index,
+            sample_positions_cpu=_sample_positions(sampled),
+            logits_index=d_logits_index,
             chunks=chunks,
+        )
+
+    def _decode_only(self, decode: list[Sequence], contexts: list[int], arrays: list[np.ndarray]) -> Batch:
+        """The common step: no prompt, every token is sampled; ``input_ids`` is left to the runner."""
+        positions, slots, rows, context, updates, block_ids = self.pack(arrays)
+        self._update_table(updates, block_ids)
+        return Batch(
+            num_decode=len(decode),
+            num_prefill=0,
+            input_ids=positions,
+            positions=positions,
+            slot_mapping=slots,
+            decode=self._decode_metadata(contexts, rows, context, slots),
+            prefill=None,
+            sampled=decode,
+            sampled_rows=rows,
+            sampled_rows_cpu=arrays[2],
+            sample_positions_cpu=_sample_positions(decode),
+            logits_index=None,
+            chunks=[],
+        )
+
+    def _decode_metadata(
+        self, contexts: list[int], rows: torch.Tensor, context: torch.Tensor, slots: torch.Tensor
+    ) -> DecodeMetadata:
+        longest = max(contexts)
+        return DecodeMetadata(
+            num_seqs=len(contexts),
+            context_lens=context,
+            block_table=self._table_of(rows, longest),
+            slot_mapping=slots,
+            context_lens_cpu=tuple(contexts),
+            max_context_len=longest,
         )
 
     def _update_table(self, flat_index: torch.Tensor, block_ids: torch.Tensor) -> None:
@@ -269,3 +293,8 @@ class BatchBuilder:
     def _table_of(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
         """Block table ``[len(rows), blocks of the longest context]`` of this step."""
         return self.rows.table[:, : -(-longest // self.block_size)].index_select(0, rows)
+
+
+def _sample_positions(sampled: list[Sequence]) -> np.ndarray:
+    """Index among its output tokens of the token that each sequence samples now."""
+    return np.array([s.num_tokens - 1 - s.num_prompt_tokens for s in sampled], dtype=np.int64)

@@ -137,8 +137,11 @@ class ModelRunner:
         plan = self.sampler.prepare(batch.sampled_rows_cpu, batch.sample_positions_cpu, batch.sampled)
         if batch.num_decode:
             # Decoding sequences feed on what was sampled last, on the device: the host may not know the value yet.
-            rows = batch.sampled_rows[: batch.num_decode]
-            batch.input_ids[: batch.num_decode] = self.rows.last_tokens.index_select(0, rows)
+            decoded = self.rows.last_tokens.index_select(0, batch.sampled_rows[: batch.num_decode])
+            if batch.num_prefill:
+                batch.input_ids[: batch.num_decode] = decoded
+            else:
+                batch.input_ids = decoded
         hidden = self.model.forward(batch.input_ids, self._attention_step(batch))
         if not batch.sampled:  # unfinished chunks only
             return _Launched([], batch.chunks, None, self.device)

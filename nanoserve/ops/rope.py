@@ -5,14 +5,25 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
-def qk_norm_rope(
+
+def rotation_of(cos_sin: torch.Tensor, positions: torch.Tensor) -> Rotation:
+    """What rotates tokens at ``positions``, in every layer alike: cos and sin, each ``[tokens, 1, head_dim]`` fp32.
+
+    cos_sin: ``[max_positions, head_dim]`` fp32, first half cos, second half sin. positions: ``[tokens]`` int32 / int64.
+    The first half of the sines is negative: they multiply x rolled by half a head.
+    """
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def norm_rope(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
     eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor | None,
+    rotation: Rotation,
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -20,23 +31,30 @@ def qk_norm_rope(
     """Normalise and rotate q and k; v is passed through.
 
     qkv: ``[tokens, (q_heads + 2 * kv_heads) * head_dim]``, q heads first, then k, then v. q_weight, k_weight:
-    ``[head_dim]``. cos_sin: ``[max_positions, head_dim]`` fp32, first half cos, second half sin. positions:
-    ``[tokens]`` int32 or int64; None when ``cos_sin`` is ``[tokens, head_dim]`` already. Element i is paired with i + head_dim / 2 ("half" rotation, as Hugging Face and NeoX).
-    Returns q ``[tokens, q_heads, head_dim]``, k and v ``[tokens, kv_heads, head_dim]`` in the dtype of ``qkv``;
-    v is a view of ``qkv``, q and k are views of one fresh tensor.
+    ``[head_dim]``. rotation: see :func:`rotation_of`. Element i is paired with i + head_dim / 2 ("half" rotation, as
+    Hugging Face and NeoX). Returns q ``[tokens, q_heads, head_dim]``, k and v ``[tokens, kv_heads, head_dim]`` in the
+    dtype of ``qkv``; v is a view of ``qkv``, q and k are views of one fresh tensor.
     """
     num_qk_heads = num_q_heads + num_kv_heads
     heads = qkv.view(qkv.shape[0], num_qk_heads + num_kv_heads, head_dim)
     weight = torch.cat([q_weight.expand(num_q_heads, head_dim), k_weight.expand(num_kv_heads, head_dim)])
     x = F.rms_norm(heads[:, :num_qk_heads].float(), (head_dim,), eps=eps).mul_(weight)
-
-    if positions is not None:
-        cos_sin = cos_sin.index_select(0, positions)
-    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    rotated = torch.empty_like(x)
-    half = head_dim // 2
-    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
-    rotated = rotated.to(qkv.dtype)
+    cos, sin = rotation
+    rotated = (x * cos).addcmul_(x.roll(head_dim // 2, -1), sin).to(qkv.dtype)
     return rotated[:, :num_q_heads], rotated[:, num_q_heads:], heads[:, num_qk_heads:]
+
+
+def qk_norm_rope(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`norm_rope` at ``positions`` of the table ``cos_sin``: what a KV format's fused launch computes."""
+    rotation = rotation_of(cos_sin, positions)
+    return norm_rope(qkv, q_weight, k_weight, eps, rotation, num_q_heads, num_kv_heads, head_dim)

@@ -156,8 +156,12 @@ def compare(base: Mapping[str, Any], new: Mapping[str, Any], gate: Gate) -> list
 
 
 def _sample(record: Mapping[str, Any], name: str) -> Sample:
-    runs = record.get("runs") or [record["figures"]]
-    return Sample([value for run_ in runs if isinstance(value := run_.get(name), (int, float))])
+    """The repeats of a metric, or its one figure if the record keeps no repeats of it."""
+
+    def numbers(runs: list[dict[str, Any]]) -> list[float]:
+        return [value for run_ in runs if isinstance(value := run_.get(name), (int, float))]
+
+    return Sample(numbers(record.get("runs", [])) or numbers([record["figures"]]))
 
 
 def _read(key: str, path: str) -> dict[str, Any]:

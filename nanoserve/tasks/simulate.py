@@ -120,7 +120,7 @@ def run(job: Job) -> dict[str, Any]:
             "steps": [[*step.load, step.end - step.start] for step in replay.steps],
         }
         (folder / job.options.output).write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
-    return {name: figures[name] for name in SHOWN if figures.get(name) is not None}
+    return {name: _rounded(figures[name]) for name in SHOWN if figures.get(name) is not None}
 
 
 # --- the run -----------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def compare(record: Mapping[str, Any], model: LatencyModel, registry: Registry) 
     options = build(WorkloadOptions, {k: v for k, v in record["workload"].items() if k in names}, "workload")
     blocks = BlockManager(record["engine"]["num_blocks"], engine.block_size, engine.enable_prefix_caching)
     max_model_len = record["engine"]["max_model_len"]
-    workload = make_workload(options, min(max_model_len, blocks.max_num_tokens))
+    workload = make_workload(options, min(max_model_len, blocks.max_num_tokens), "the record's workload")
     # As the engine: null means on a GPU.
     on_gpu = not str(record.get("hardware", "CPU")).startswith("CPU")
     replay = _replay(
@@ -366,9 +366,9 @@ def print_summary(replay: Replay, figures: Mapping[str, Any], config: EngineConf
     rows += [
         ["prefix hit rate", _number(figures["prefix hit rate"])],
         [f"output tok/{per}", _number(figures[f"output tok/{per}"])],
-        [f"goodput req/{per}", _number(figures[f"goodput req/{per}"])],
-        ["goodput share", _number(figures["goodput share"])],
     ]
+    if timed:
+        rows += [[name, _number(figures[name])] for name in ("goodput req/s", "goodput share")]
     for name in ("TTFT", "TPOT", "E2E", "queue"):
         rows.append([f"{name}, {unit}", *(_number(figures[f"{name} {column} {unit}"]) for column in columns)])
     title = f"{len(replay.progress)} requests, scheduler {config.scheduler.name}"
@@ -418,12 +418,13 @@ def print_accuracy(model: LatencyModel, comparisons: Mapping[str, Mapping[str, A
             cells += [_number(pair[0]), _number(pair[1]), off] if pair else ["", "", ""]
         rows.append([name, *cells])
     titles = {"fit": "the run it was fitted on", "check": "another run"}
-    header = [f"{column}, {titles[name]}" for name in comparisons for column in ("predicted", "measured", "off")]
+    header = [column for name in comparisons for column in (f"{name}: predicted", "measured", "off")]
+    meaning = "; ".join(f"{name}: {titles[name]}" for name in comparisons)
     coefficients = (
         f"step time = {1e3 * model.step:.3g} ms + {1e6 * model.decode:.3g} µs per decoding sequence "
         f"+ {1e6 * model.prefill:.3g} µs per prompt token + {1e9 * model.context:.3g} ns per token of context"
     )
-    print_table(coefficients, ["", *header], rows)
+    print_table(f"{coefficients}\n{meaning}", ["", *header], rows)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -434,6 +435,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits; an integer stays one."""
+    return int(value) if value == int(value) else float(f"{value:.4g}")
 
 
 def _number(value: float | None) -> str:

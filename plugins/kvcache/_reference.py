@@ -48,7 +48,9 @@ class SlotRows:
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """:func:`token_rows` of slots that are all written."""
         if self._slots is None or self._slots() is not slots:
-            self._slots, self._rows = weakref.ref(slots), token_rows(cache, slots)
+            rows = token_rows(cache, slots)
+            narrow = cache.shape[:3].numel() < 2**31  # half the bytes to read beside every row
+            self._slots, self._rows = weakref.ref(slots), rows.int() if narrow else rows
         return self._rows
 
     def write(self, cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -1,11 +1,11 @@
 import random
 
 import pytest
-from nanoserve_plugins.attention.sdpa import group_by_length
 
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.registry import Registry
 from nanoserve.testing import AttentionBackendSuite
+from nanoserve_plugins.attention.sdpa import group_by_length
 
 
 class TestSDPA(AttentionBackendSuite):

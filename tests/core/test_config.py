@@ -48,6 +48,7 @@ class Options:
     table: dict[str, int] = field(default_factory=dict)
     by_id: dict[int, float] | None = None
     inner: Inner = Inner()
+    inners: tuple[Inner, ...] = ()
     any_of: str | list[str] | None = None
 
     def __post_init__(self) -> None:
@@ -98,14 +99,15 @@ def test_right_values(key: str, value: Any, result: Any) -> None:
         ({"limit": "None"}, "kv.limit: .*write null"),
         ({"limit": "many"}, "kv.limit: expected int or null, got 'many'"),
         ({"label": "None"}, "kv.label: .*write null"),
-        ({"sizes": "12"}, "kv.sizes: expected list"),
+        ({"sizes": "12"}, "kv.sizes: expected a list of int, got '12'"),
         ({"sizes": [1, "2"]}, r"kv.sizes\[1\]: expected int, got '2'"),
-        ({"pair": [1]}, "kv.pair: expected tuple"),
+        ({"pair": [1]}, r"kv.pair: expected \[int, float\], got \[1\]"),
         ({"table": {"a": "b"}}, "kv.table.a: expected int"),
         ({"table": [1]}, "kv.table: expected a mapping"),
-        ({"by_id": {"x": 1.0}}, "kv.by_id: expected dict"),
+        ({"by_id": {"x": 1.0}}, "kv.by_id: expected a mapping {int: float} or null"),
         ({"inner": {"dept": 1}}, "kv.inner.dept: unknown option; it has: depth; did you mean 'depth'"),
-        ({"any_of": 3}, "kv.any_of: expected str or list"),
+        ({"inners": 3}, "kv.inners: expected a list of {depth: …}, got 3"),
+        ({"any_of": 3}, "kv.any_of: expected str or a list of str or null, got 3"),
         (["count"], "kv: expected a mapping"),
     ],
 )
@@ -134,6 +136,10 @@ def test_a_required_value_is_asked_for() -> None:
         ("gpu_memory_utilization", 1.5),
         ("gpu_memory_utilization", 0.0),
         ("max_num_seqs", 0),
+        ("max_num_seqs", 10**30),
+        ("max_num_batched_tokens", 2**24 + 1),
+        ("max_model_len", 2**24 + 1),
+        ("num_kv_blocks", 2**31),
         ("max_num_batched_tokens", 0),
         ("max_model_len", 0),
         ("tensor_parallel_size", 2),
@@ -164,15 +170,21 @@ def test_names_are_looked_up_as_yaml_first(tmp_path: Path) -> None:
     preset = tmp_path / "policy" / "mygpu.yaml"
     preset.parent.mkdir()
     preset.write_text("name: auto\nrows: [1, 2]\nfallback: sdpa\n")
-    paths = [f"file://{tmp_path}"]
-    config = EngineConfig.from_kwargs(config_paths=paths, model="./x", policy="mygpu", kv="theirs")
+    asked = []
+
+    def paths(group: str, name: str) -> list[str]:
+        asked.append((group, name))
+        return [f"file://{tmp_path}"]
+
+    config = EngineConfig.from_kwargs(more_paths=paths, model="./x", policy="mygpu", kv="theirs")
     assert config.policy == PluginChoice("auto", {"rows": [1, 2], "fallback": "sdpa"})
     assert config.kv == PluginChoice("theirs")
     config = EngineConfig.from_kwargs(
-        config_paths=paths, model="./x", policy={"name": "mygpu", "fallback": "flash"}, kv={"name": "theirs", "bits": 4}
+        more_paths=paths, model="./x", policy={"name": "mygpu", "fallback": "flash"}, kv={"name": "theirs", "bits": 4}
     )
     assert config.policy == PluginChoice("auto", {"rows": [1, 2], "fallback": "flash"})
     assert config.kv == PluginChoice("theirs", {"bits": 4})
+    assert {name for _, name in asked} == {"auto", "decode_first", "mygpu", "theirs"}  # a path is no name
 
 
 @pytest.mark.parametrize("wrong", [3, {"bits": 4}, {"name": 4}, ["int8"], ""])

@@ -11,7 +11,12 @@ from nanoserve.metrics import Objectives, RequestTimeline, better, percentile, s
 
 
 def request(
-    arrival: float, tokens: list[float], *, prompt: int = 10, scheduled: float | None = None, reason: str | None = "length"
+    arrival: float,
+    tokens: list[float],
+    *,
+    prompt: int = 10,
+    scheduled: float | None = None,
+    reason: str | None = "length",
 ) -> RequestTimeline:
     """One token at each of the times ``tokens``; the end is reported with the last."""
     end = tokens[-1] if tokens else arrival

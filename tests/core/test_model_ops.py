@@ -8,9 +8,9 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanoserve.models.config import ModelConfig
-from nanoserve.ops.linear import linear
 from nanoserve.models.rope import build_cos_sin, inverse_frequencies
 from nanoserve.ops.activation import silu_and_mul
+from nanoserve.ops.linear import linear
 from nanoserve.ops.norm import add_rms_norm, rms_norm
 from nanoserve.ops.rope import qk_norm_rope
 from tests.core.test_model_config import YARN, config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 import warnings
@@ -195,40 +196,45 @@ def test_observers_fail_alone() -> None:
 
 
 def test_a_name_claimed_twice(distributions: Distributions) -> None:
-    """C49: choosing it names both distributions, a list keeps the first with a warning, "later" is still loaded."""
+    """C49: the first is kept, a warning names both distributions, "later" is still loaded; strict mode refuses."""
     for i, name in enumerate(("dup-one", "dup-two")):
         distributions.install(name, {"dup": f"dup_{i}"}, **{f"dup_{i}": SCHEDULER.format(name="dup")})
     distributions.install("later-dist", {"later": "later_mod"}, later_mod=SCHEDULER.format(name="later"))
     registry = Registry.discover()
-    with pytest.raises(PluginError, match="(?=.*dup-one)(?=.*dup-two)"):
-        registry.get("scheduler", "dup")
-    assert registry.get("scheduler", "later").name == "later"
     with pytest.warns(PluginWarning, match="(?=.*dup-one)(?=.*dup-two)"):
-        kept = [r for r in registry.registrations("scheduler") if r.spec.name == "dup"]
-    assert len(kept) == 1
+        kept = registry.get("scheduler", "dup")
+    assert registry.get("scheduler", "later").name == "later"
+    assert [r.spec for r in registry.registrations("scheduler") if r.spec.name == "dup"] == [kept]
     with pytest.raises(PluginError, match="(?=.*dup-one)(?=.*dup-two)"):
         Registry.discover(paths=[str(distributions.root)], strict=True)
 
 
-def test_the_message_of_a_clash_says_how_to_end_it(distributions: Distributions) -> None:
+def test_a_clash_of_entry_points_is_seen_without_an_import(distributions: Distributions) -> None:
+    """C49: when the kind is looked up, whichever name is chosen; the message says how to silence it."""
     for i, name in enumerate(("dup-one", "dup-two")):
         distributions.install(name, {"scheduler.dup": f"dup_{i}"}, **{f"dup_{i}": SCHEDULER.format(name="dup")})
-    with pytest.raises(PluginError) as error:
-        Registry.discover().get("scheduler", "dup")
-    remedy = str(error.value).rpartition("NANOSERVE_DISABLE_PLUGINS=")[2]
-    assert Registry.discover(disable=[remedy]).get("scheduler", "dup").name == "dup"
+    with pytest.warns(PluginWarning) as caught:
+        Registry.discover().get("scheduler", "decode_first")
+    assert not {"dup_0", "dup_1"} & set(sys.modules)
+    remedy = re.search(r"NANOSERVE_DISABLE_PLUGINS=(\S+) silences", str(caught[0].message))
+    assert remedy and Registry.discover(disable=[remedy[1]]).get("scheduler", "dup").name == "dup"
 
 
-def test_a_built_in_is_not_replaced_by_accident(distributions: Distributions) -> None:
-    """C49: although the newcomer stands before it on ``sys.path``."""
-    distributions.install(
-        "thief", {"scheduler.decode_first": "thief_mod"}, thief_mod=SCHEDULER.format(name="decode_first")
-    )
+@pytest.mark.parametrize("entry_point", ["scheduler.decode_first", "eager", "scheduler.other"])
+def test_a_built_in_is_not_replaced_by_accident(distributions: Distributions, entry_point: str) -> None:
+    """C49: although the newcomer stands before it on ``sys.path``, and whenever it is imported."""
+    source = SCHEDULER.format(name="decode_first")
+    promises = {entry_point: "thief_mod"}
+    if entry_point == "scheduler.other":  # a module that is imported for another of its names
+        source += "\n    register(SchedulerSpec('other', 'a test', Options, Mine))\n"
+        promises["scheduler.decode_first"] = "thief_mod"
+    distributions.install("thief", promises, thief_mod=source)
     registry = Registry.discover()
-    with pytest.raises(PluginError, match="(?=.*thief)(?=.*nanoserve)"):
-        registry.get("scheduler", "decode_first")
-    with pytest.warns(PluginWarning, match="thief"):
-        kept = {r.spec.name: r.source.distribution for r in registry.registrations("scheduler")}
+    with pytest.warns(PluginWarning, match="(?=.*thief)(?=.*distribution nanoserve)"):
+        if entry_point == "scheduler.other":
+            assert registry.get("scheduler", "other").summary == "a test"
+        assert registry.get("scheduler", "decode_first").summary != "a test"
+    kept = {r.spec.name: r.source.distribution for r in registry.registrations("scheduler")}
     assert kept["decode_first"] == "nanoserve"
 
 
@@ -301,3 +307,15 @@ def test_config_paths_of_third_parties(distributions: Distributions) -> None:
     registry = Registry.discover()
     with pytest.warns(PluginWarning, match="path-two"):
         assert registry.config_paths() == ["pkg://one.conf"]
+
+
+def test_the_yaml_of_a_choice_is_looked_for_no_farther_than_needed(distributions: Distributions) -> None:
+    """Nothing for a choice of ours, the plugin itself for its name, everybody for a name that none registers."""
+    hook = "\n@hookimpl\ndef nanoserve_config_paths():\n    return ['file:///{0}']\n"
+    for name in ("alpha", "beta"):
+        source = SCHEDULER.format(name=name) + hook.format(name)
+        distributions.install(f"{name}-dist", {f"scheduler.{name}": f"{name}_mod"}, **{f"{name}_mod": source})
+    registry = Registry.discover()
+    assert registry.config_paths_for("scheduler", "decode_first") == [] and "alpha_mod" not in sys.modules
+    assert registry.config_paths_for("scheduler", "alpha") == ["file:///alpha"] and "beta_mod" not in sys.modules
+    assert registry.config_paths_for("model", "preset") == ["file:///alpha", "file:///beta"]

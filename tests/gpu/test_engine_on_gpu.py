@@ -1,4 +1,4 @@
-"""The whole engine on a GPU, captured and overlapped: every backend against eager `sdpa`, and `auto` against the oracle."""
+"""The engine on a GPU, captured and overlapped: every backend against eager `sdpa`, `auto` against the oracle."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from nanoserve_plugins.kvcache.int8 import quantize
 
 from nanoserve.registry import Registry
 from nanoserve.testing import KVCacheFormatSuite
 from nanoserve.testing.attention import make_case, make_context
+from nanoserve_plugins.kvcache.int8 import quantize
 
 
 class TestInt8(KVCacheFormatSuite):

@@ -31,11 +31,12 @@ class Outcome:
 class EchoLLM:
     """Answers with the prompt reversed, one character per delta. Prompts longer than 40 characters do not fit."""
 
+    tokenizer: Any = "characters"
+
     def __init__(self, job: Job) -> None:
         self.job = job
         self.requests: list[tuple[Any, Any]] = []
         self.closed = False
-        self.tokenizer: Any = "characters"
         self.engine = dataclasses.make_dataclass("Engine", ["info"])(
             EngineInfo("echo", {"prefill": "sdpa"}, job.config.kv.name, job.config.scheduler.name, "auto", 16, 8, 256)
         )

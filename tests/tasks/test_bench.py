@@ -6,8 +6,9 @@ import csv
 import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from nanoserve.contracts.scheduling import Schedule, SchedulerLimits
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.engine import Engine
 from nanoserve.engine.runner import SampledTokens
+from nanoserve.engine.sequence import Sequence
 from nanoserve.metrics import Objectives
 from nanoserve.registry import Registry
 from nanoserve.sampling_params import SamplingParams
@@ -23,8 +25,6 @@ from nanoserve.tasks import Job
 from nanoserve.tasks.bench import html
 from nanoserve.tasks.bench.serve import Run, drive, resolve
 from nanoserve.workload import Request, Workload
-from tests.helpers.distributions import Distributions
-from tests.helpers.distributions import distributions as distributions
 from tests.tasks.conftest import Cli
 
 REAL_LLM = Job.llm
@@ -42,10 +42,14 @@ class Clock:
 
 
 class FakeModel:
-    """A step takes 0.1 s and 0.01 s per prompt token, of which nothing runs beside the host. ``on_step`` by number."""
+    """A step takes 0.1 s and 0.01 s per prompt token. on_step: what happens at the launch of the step of this number.
 
-    def __init__(self, clock: Clock, blocks: BlockManager) -> None:
-        self.clock, self.blocks = clock, blocks
+    beside: steps run beside the host, so that a launch returns at once, as on a GPU.
+    """
+
+    def __init__(self, clock: Clock, blocks: BlockManager, beside: bool) -> None:
+        self.clock, self.blocks, self.beside = clock, blocks, beside
+        self.busy_until = 0.0
         self.on_step: dict[int, Any] = {}
         self.num_steps = 0
 
@@ -54,33 +58,44 @@ class FakeModel:
         if self.num_steps in self.on_step:
             self.on_step[self.num_steps]()
         self.blocks.take_new_rows()
-        self.clock.time += 0.1 + 0.01 * sum(count for _, count in schedule.prefill)
-        prefill = [seq for seq, _ in schedule.prefill]
-        return FakeStep([*schedule.decode, *(s for s in prefill if s.num_pending)], [s for s in prefill if not s.num_pending])
+        seconds = 0.1 + 0.01 * sum(count for _, count in schedule.prefill)
+        self.busy_until = max(self.busy_until, self.clock.time) + seconds
+        prefill = [cast(Sequence, seq) for seq, _ in schedule.prefill]
+        sampled = [*schedule.decode, *(seq for seq in prefill if seq.num_pending)]
+        step = FakeStep(sampled, [seq for seq in prefill if not seq.num_pending], self.clock, self.busy_until)
+        if not self.beside:
+            step.wait()
+        return step
 
     def close(self) -> None: ...
 
 
+@dataclass
 class FakeStep:
-    def __init__(self, sampled: list[Any], chunks: list[Any]) -> None:
-        self.sampled, self.chunks = sampled, chunks
+    sampled: list[Any]
+    chunks: list[Any]
+    clock: Clock
+    end: float
 
     def wait(self) -> SampledTokens:
+        self.clock.time = max(self.clock.time, self.end)
         return SampledTokens([7] * len(self.sampled))
 
 
 class Bench:
     """``bench([(arrival, prompt_len, output_len), …])`` drives a real engine on the fake model."""
 
-    def __init__(self, num_blocks: int = 64, max_num_batched_tokens: int = 1000) -> None:
+    def __init__(self, num_blocks: int = 64, overlap: bool = False) -> None:
         self.clock = Clock()
         blocks = BlockManager(num_blocks, 16)
-        self.model = FakeModel(self.clock, blocks)
+        self.model = FakeModel(self.clock, blocks, overlap)
         registry = Registry.discover()
         spec = registry.get("scheduler", "decode_first")
-        limits = SchedulerLimits(8, max_num_batched_tokens, 200)
+        limits = SchedulerLimits(8, 1000, 200)
         scheduler = spec.factory(registry.make_options("scheduler", spec, {}), limits, blocks)
-        self.engine = Engine(self.model, scheduler, blocks, vocab_size=100, max_model_len=200, debug=True)
+        self.engine = Engine(
+            self.model, scheduler, blocks, vocab_size=100, max_model_len=200, overlap=overlap, debug=True
+        )
 
     def __call__(self, requests: list[tuple[float, int, int]], concurrency: int | None = None, token: int = 1) -> Run:
         workload = Workload(tuple(Request(i, *r) for i, r in enumerate(requests)), concurrency)
@@ -96,6 +111,8 @@ def near(*values: float) -> Any:
 def test_open_loop_by_hand() -> None:
     """A runs alone until 0.2; B came at 0.05 and waits for that; both decode; C finds an idle engine at 5.
 
+    There is no tokenizer: tokens are streamed without text.
+
     step 1: 0.0-0.2 prefill A; 2: 0.2-0.5 decode A, prefill B; 3: 0.5-0.6 and 4: 0.6-0.7 decode; 5: 5.0-5.15 prefill C
     """
     run = Bench()([(0.0, 10, 3), (0.05, 20, 3), (5.0, 5, 1)])
@@ -110,6 +127,12 @@ def test_open_loop_by_hand() -> None:
     ]  # fmt: skip
     assert run.durations() == near(0.2, 0.3, 0.1, 0.1, 0.15)
     assert [step.used_blocks for step in run.steps] == [1, 3, 3, 2, 1]
+    assert run.timeline()[3:] == [
+        near(0.6, 1, 0, 2 / 64),
+        near(0.7, 0, 0, 0),
+        near(5, 1, 0, 1 / 64),
+        near(5.15, 0, 0, 0),
+    ]
     figures = run.figures(Objectives(ttft=0.3, tpot=0.25))
     assert [figures[k] for k in ("duration s", "QPS", "output tok/s", "goodput req/s")] == near(
         5.15, 3 / 5.15, 7 / 5.15, 2 / 5.15
@@ -124,6 +147,14 @@ def test_closed_loop_by_hand() -> None:
     assert [r.arrival for r in run.requests] == near(0.0, 0.3)
     assert [r.queue for r in run.requests] == near(0.0, 0.0)
     assert max(step.num_decode + step.num_prefill for step in run.steps) == 1
+
+
+def test_steps_that_overlap_are_not_counted_twice() -> None:
+    """Step 2 is launched at 0, before the tokens of step 1 are there; it has the device from 0.2 to 0.3."""
+    run = Bench(overlap=True)([(0.0, 10, 3)])
+    assert [(step.begin, step.end) for step in run.steps] == [near(0.0, 0.2), near(0.0, 0.3), near(0.2, 0.4)]
+    assert run.durations() == near(0.2, 0.1, 0.1)
+    assert [run.requests[0].ttft, run.requests[0].e2e] == near(0.2, 0.4)
 
 
 def test_what_is_refused_aborted_or_fails_is_counted_and_the_rest_goes_on() -> None:
@@ -159,6 +190,11 @@ def test_prefix_hits_and_preemptions_reach_the_figures() -> None:
 def test_scenarios(scenario: str | None, arrival: str, rate: float | None, concurrency: int | None) -> None:
     values = resolve({"scenario": scenario, "arrival": None, "rate": None, "concurrency": None})
     assert (values["arrival"], values["rate"], values["concurrency"]) == (arrival, rate, concurrency)
+
+
+def test_a_trace_gives_its_own_lengths() -> None:
+    assert resolve({"trace": "a.csv", "arrival": "trace"}).get("input_len") is None
+    assert resolve({"input_len": 5})["input_len"] == 5 and resolve({})["output_len"] == (16, 64)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +264,7 @@ def test_a_record_has_all_that_others_need(real: Any) -> None:
     assert not re.search(r"""(src|href)=["'](?!#)""", page.replace("xlink:href", "href")), "it must load nothing"
 
 
-def test_a_sweep_marks_the_best_and_keeps_failing_jobs(real: Any, distributions: Distributions) -> None:
+def test_a_sweep_marks_the_best_and_keeps_failing_jobs(real: Any) -> None:
     run = real("-m", "scheduler=decode_first,prefill_first", "engine.max_num_seqs=4,0", "bench.scenario=offline",
                "hydra.sweep.dir=sweep")  # fmt: skip
     assert run.code == 1
@@ -239,7 +275,7 @@ def test_a_sweep_marks_the_best_and_keeps_failing_jobs(real: Any, distributions:
         rows = list(csv.DictReader(file))
     assert [row["engine.max_num_seqs"] for row in rows] == ["4", "0", "4", "0"]
     assert [bool(row["output tok/s"]) for row in rows] == [True, False, True, False]
-    assert [row["error"] for row in rows] == ["", "x", "", "x"]
+    assert [row["error"][:27] for row in rows] == ["", "engine.max_num_seqs must be", "", "engine.max_num_seqs must be"]
     assert json.loads(Path("sweep/2/bench.json").read_text())["engine"]["scheduler"] == "prefill_first"
 
 

@@ -6,7 +6,9 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nanoserve.cli import quote, rewrite
+from nanoserve.contracts.errors import RequestError
 from nanoserve.engine import build as engine_build
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.tasks import Job
@@ -109,7 +112,7 @@ WRONG = [
     (["prompt=a", "engine.max_num_seqs=abc"], "engine.max_num_seqs: expected int, got 'abc'"),
     (["prompt=a", "engine.max_num_seqs=4.0"], "engine.max_num_seqs: expected int, got 4.0"),
     (["prompt=a", "engine.max_num_seqs=4.5"], "engine.max_num_seqs: expected int, got 4.5"),
-    (["prompt=a", "engine.max_num_seqs=0"], "engine.max_num_seqs must be at least 1, not 0"),
+    (["prompt=a", "engine.max_num_seqs=0"], "engine.max_num_seqs must be 1 to 65536, not 0"),
     (["prompt=a", "engine.block_size=0"], "engine.block_size must be a power of two"),
     (["prompt=a", "engine.block_size=15"], "engine.block_size must be a power of two"),
     (["prompt=a", "engine.gpu_memory_utilization=1.5"], "engine.gpu_memory_utilization must be"),
@@ -117,7 +120,24 @@ WRONG = [
     (["prompts=None"], "prompts: 'None' is a word here; write null"),
     (["prompt=a", "sampling.temperature=-1"], "sampling.temperature must be"),
     (["prompt=a", "sampling.logprobs=many"], "sampling.logprobs: expected int or null"),
-    (["prompt=a", "model=tiny,qwen3_8b"], "Ambiguous value"),
+    (["prompt=a", "model=tiny,qwen3_8b"], "model=tiny,qwen3_8b: several values need -m$"),
+    (["prompt=a", "sampling.stop=a,b"], r"several values need -m, and a list is written sampling.stop=\[a,b\]"),
+    (["prompt=a", "scheduler=1e3"], r"scheduler=1e3: expected a name \(decode_first.*scheduler.OPTION=VALUE"),
+    (["prompt=a", "engine=null"], "engine=null: expected a name"),
+    (["prompt=a", "engine=[1,[2]]"], r"engine=\[1,\[2\]\]: expected a name"),
+    (["prompt=a", "~policy=1"], "policy: this group is required"),
+    (["prompt=a", "+kv=int8"], "write kv=NAME without the \\+"),
+    (["prompt=a", "hydra.verbose=null"], "hydra.verbose=null: expected true, false"),
+    (["prompt=a", "hydra=null"], "Hydra cannot use hydra=null"),
+    (["prompt=a", "prompt=b"], "prompt is given twice"),
+    (["prompt=a", "bench.repeat=3"], "it belongs to task=bench"),
+    (["task=plugins", "prompt=a"], "unknown option 'prompt' of this task: it belongs to task=generate"),
+    (["prompt=a", "--foo"], "unknown flag '--foo'"),
+    (["prompt=a", "sampling.logprobs=2"], "sampling.logprobs: only prompts="),
+    (["task=chat", "sampling.n=2"], "sampling.n: a chat shows one reply"),
+    (["kv.blok_size=4"], "kv.blok_size: unknown option of kv=bf16"),
+    (["engine.max_num_seqs=0"], "engine.max_num_seqs must be"),
+    (["prompt=a", "engine.num_kv_blocks=3000000000"], r"num_kv_blocks must be 1 to 2\^31 - 1, or null"),
     (["prompt=a", "model=tinny"], "unknown model 'tinny'.*did you mean 'tiny'"),
     (["prompt=a", "attention=sdpaa"], "unknown attention 'sdpaa'.*did you mean 'sdpa'"),
     (["prompt=a", "kv=int7"], "unknown kv 'int7'.*did you mean 'int8'"),
@@ -205,7 +225,7 @@ def test_a_sweep_runs_every_job_and_names_the_failing_one(cli: Cli) -> None:
     assert run.code == 1
     assert [llm.job.config.engine.max_num_seqs for llm in cli.llms] == [4, 2]
     assert all(llm.closed for llm in cli.llms)
-    reason = "engine.max_num_seqs must be at least 1, not 0"
+    reason = "engine.max_num_seqs must be 1 to 65536, not 0"
     assert f"job 1 failed with engine.max_num_seqs=0: {reason}" in run.err
     table = [line for line in run.out.splitlines() if line.startswith("│")]
     assert [line.split("│")[1].split()[0] for line in table] == ["0", "1", "2"]
@@ -244,6 +264,24 @@ def test_older_results_in_the_same_folder_are_not_shown(cli: Cli) -> None:
     assert cli("-m", "prompt=ab", "engine.seed=1,2", "hydra.sweep.dir=sweep").out.count("│ ba") == 2
 
 
+def test_a_sweep_where_nothing_can_be_written(cli: Cli) -> None:
+    """It runs all the same and says where its results are; a folder that was asked for is not replaced."""
+    Path("multirun").touch()  # a file in the way: a read-only folder stops no test that runs as root
+    run = cli("-m", "prompt=ab", "kv=bf16,int8")
+    said = re.search(r"multirun/ cannot be written .* go to (\S+) \(hydra.sweep.dir=FOLDER", run.err)
+    assert run.code == 0 and run.out.count("│ ba") == 2 and said
+    assert (Path(said[1]) / "1" / "result.json").is_file()
+    shutil.rmtree(said[1])
+    run = cli("-m", "prompt=ab", "hydra.sweep.dir=multirun/mine")
+    assert (run.code, run.err.count("\n")) == (2, 1) and "hydra.sweep.dir" in run.err
+
+
+def test_flags_may_stand_anywhere(cli: Cli) -> None:
+    assert cli("prompt=ab", "-m", "kv=bf16,int8").out.count("│ ba") == 2
+    out = cli("prompt=ab", "-m").out
+    assert "1 job" in out and "1 jobs" not in out
+
+
 def test_a_sweep_over_a_name_that_does_not_exist_is_a_wrong_command(cli: Cli) -> None:
     run = cli("-m", "prompt=ab", "kv=bf16,int7")
     assert (run.code, cli.llms) == (2, []) and "unknown kv 'int7'" in run.err
@@ -268,6 +306,15 @@ def test_a_third_party_plugin_and_its_yaml(cli: Cli, distributions: Distribution
     assert cli.llms[-2].job.config.scheduler.options == {"limit": 99}
     assert "acme, acme_big, *decode_first, prefill_first" in cli("--help").out
     assert cli("prompt=a", "scheduler=acme_bg").code == 2
+
+
+def test_only_plugins_that_are_needed_are_imported(cli: Cli, distributions: Distributions) -> None:
+    """As ``nanoserve.hookspecs`` promises: neither our choices nor a third party's import a plugin beside them."""
+    distributions.install("acme-dist", {"scheduler.acme": "acme_mod"}, acme_mod=SCHEDULER.format(name="acme"))
+    distributions.install("sick-dist", {"scheduler.sick": "sick_mod"}, sick_mod="import no_such_module")
+    assert "sick" not in cli("prompt=a", "kv=int8").err and "acme_mod" not in sys.modules
+    assert "sick" not in cli("-m", "prompt=a", "scheduler='acme',decode_first").err and "acme_mod" in sys.modules
+    assert "warning: plugin 'scheduler.sick'" in cli("prompt=a", "policy=presett").err
 
 
 def test_a_broken_third_party_plugin_is_one_line(cli: Cli, distributions: Distributions) -> None:
@@ -313,6 +360,43 @@ def test_a_bad_line_takes_no_other_down(cli: Cli, tmp_path: Path) -> None:
     assert (first.temperature, first.max_tokens) == (0.6, 9)
     assert (second.temperature, second.logit_bias) == (0.0, {5: 1.0})
     assert run.code == 1 and "5 of 9 prompts failed, first line 4" in run.err
+
+
+BYTES = b'\xef\xbb\xbf"one"\n"b\xff"\n{"prompt": "\\ud800"}\n"last"\n'
+
+
+@pytest.mark.parametrize("prompts", ["in.jsonl", "-"])
+def test_bytes_that_are_no_text_are_an_error_of_their_line(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, prompts: str
+) -> None:
+    """A byte-order mark, a byte that is not UTF-8, and half a surrogate pair, in a file and from a pipe."""
+    Path("in.jsonl").write_bytes(BYTES)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(BYTES), encoding="utf-8"))
+    monkeypatch.setattr("tests.tasks.conftest.EchoLLM.check", lambda self, prompt, params: encode(prompt))
+    assert cli(f"prompts={prompts}", "output=out.jsonl").code == 1
+    rows = [json.loads(line) for line in Path("out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row.get("text") for row in rows] == ["eno", None, None, "tsal"]
+    assert "not UTF-8: byte 0xff after '\"b'" in rows[1]["error"]
+    assert (rows[2]["prompt"], rows[2]["error"]) == ("\ud800", "no surrogates")
+
+
+def encode(prompt: str) -> None:
+    if "\ud800" in prompt:
+        raise RequestError("no surrogates")
+
+
+def test_the_results_do_not_overwrite_the_prompts(cli: Cli) -> None:
+    Path("in.jsonl").write_text('"one"\n')
+    run = cli("prompts=in.jsonl", "output=./in.jsonl")
+    assert run.code == 2 and "would be overwritten" in run.err
+    assert Path("in.jsonl").read_text() == '"one"\n'
+
+
+@pytest.mark.parametrize(("task", "hint"), [("generate", r"prompts=FILE.jsonl.*\[1, 2, 3\]"), ("chat", "cannot chat")])
+def test_a_model_without_a_tokenizer(cli: Cli, monkeypatch: pytest.MonkeyPatch, task: str, hint: str) -> None:
+    monkeypatch.setattr("tests.tasks.conftest.EchoLLM.tokenizer", None, raising=False)
+    run = cli(f"task={task}", *(["prompt=a"] if task == "generate" else []))
+    assert run.code == 1 and re.search(hint, run.err)
 
 
 def test_the_jobs_of_a_sweep_do_not_overwrite_each_others_output(cli: Cli) -> None:

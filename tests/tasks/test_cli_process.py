@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COMMAND = [sys.executable, "-m", "nanoserve"]
 
 
@@ -33,6 +35,8 @@ def test_help_is_ours_and_cheap(tmp_path: Path) -> None:
         "*decode_first, prefill_first",
         "engine.block_size=16",
         "sampling.temperature=0.6",
+        "null: the engine draws one for each request, from engine.seed",
+        "hydra.sweep.dir=FOLDER",
     ):
         assert expected in process.stdout
 
@@ -43,6 +47,27 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     process.stdout.close()
     assert process.wait() == 1 and process.stderr.read() == b""
     process.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_output_that_cannot_be_written_is_one_plain_line(tmp_path: Path) -> None:
+    """A closed standard output, and a full disk; nothing is left for the interpreter to complain about at exit."""
+    for redirection, why in ((">&-", "standard output is closed"), (">/dev/full", "cannot write: No space left")):
+        process = subprocess.run(
+            ["sh", "-c", f'"$0" -m nanoserve --version {redirection}', sys.executable],
+            cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        )  # fmt: skip
+        assert process.returncode == 1 and process.stderr.count("\n") == 1, process.stderr
+        assert process.stderr.startswith(f"nanoserve: error: {why}")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_sweep_whose_table_cannot_be_written_fails(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m nanoserve -m task=plugins engine.seed=1 >/dev/full"
+    process = subprocess.run(["sh", "-c", command], cwd=tmp_path, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.returncode == 1 and process.stderr.splitlines()[-1] == (
+        b"nanoserve: error: cannot write: No space left on device"
+    )
 
 
 def test_a_real_engine_from_another_folder(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -69,7 +94,7 @@ def test_a_real_sweep(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert [bool(result["error"]) for result in results] == [False, True, False]
     texts = [result["figures"].get("text") for result in results]
     assert texts[0] and texts[0] == texts[2]
-    assert "job 1 failed with engine.max_num_seqs=0: engine.max_num_seqs must be at least 1, not 0" in process.stderr
+    assert "job 1 failed with engine.max_num_seqs=0: engine.max_num_seqs must be 1 to 65536, not 0" in process.stderr
 
 
 def _beside(folder: Path) -> Path:

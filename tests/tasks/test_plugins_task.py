@@ -5,10 +5,12 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheSpec
 from nanoserve.registry import KINDS, Registration, Registry, Source
-from nanoserve.tasks.plugins import COLUMNS, markdown, row
+from nanoserve.tasks.plugins import COLUMNS, FILE_WIDTH, markdown, row
 from tests.helpers.distributions import SCHEDULER, Distributions
 from tests.helpers.distributions import distributions as distributions
 from tests.tasks.conftest import Cli
@@ -33,6 +35,17 @@ def test_the_table_names_every_plugin_and_its_distribution(cli: Cli, distributio
             assert any(f"{details.group}={name.name} " in line for line in lines)
     broken = lines[lines.index("broken") + 1 :]
     assert any("'scheduler.sick' of distribution sick-dist 1.5" in line and "no_such_module" in line for line in broken)
+
+
+@pytest.mark.parametrize("columns", [None, 90])
+def test_the_table_is_as_wide_as_it_may_be(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int | None) -> None:
+    """COLUMNS counts in a pipe too; a name to copy is never cut."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    out = cli("task=plugins").out
+    assert max(map(len, out.splitlines())) <= (columns or FILE_WIDTH)
+    assert "│ attention=paged_v2_split │" in out
 
 
 def test_cells() -> None:

@@ -387,7 +387,7 @@ def train(args: argparse.Namespace) -> dict:
     heldout = corpus_files("heldout", args.stdlib)
     config = model_config(tokenizer)
     model = Qwen3ForCausalLM(Qwen3Config(**config))  # fp32 master weights; sdpa attention is the default
-    model.to(device=device, dtype=torch.float32)
+    model.to(device=device, dtype=torch.float32)  # type: ignore
     add_dropout(model, args.dropout)
     parameters = sum(p.numel() for p in model.parameters())
     size = sum(len(text.encode()) for _, text in files)
@@ -460,8 +460,8 @@ def train(args: argparse.Namespace) -> dict:
             if progress >= 1:
                 break
 
-    model.load_state_dict(best_state)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.load_state_dict(best_state)  # type: ignore[arg-type]
+    model.to(torch.bfloat16).save_pretrained(out)  # type: ignore
     write_json(out / "config.json", config)
     ends = [tokenizer.token_to_id(IM_END), tokenizer.token_to_id(EOT)]
     write_json(out / "generation_config.json",

@@ -112,7 +112,9 @@ def _scatter(figure: Figure, record: Mapping[str, Any]) -> None:
         axes.axvline(workload["ttft_slo_ms"], color="tab:red", linestyle="--", linewidth=1)
     if workload["tpot_slo_ms"] is not None:
         axes.axhline(workload["tpot_slo_ms"], color="tab:red", linestyle="--", linewidth=1)
-    axes.set(xlabel="TTFT, ms", ylabel="TPOT, ms", xlim=(0, None), ylim=(0, None))
+    axes.set(xlabel="TTFT, ms", ylabel="TPOT, ms")
+    if points:  # an objective that is far away must not squeeze them into a corner
+        axes.set(xlim=(0, 1.2 * max(x for x, _ in points)), ylim=(0, 1.2 * max(y for _, y in points)))
     axes.grid(alpha=0.3)
 
 
@@ -123,5 +125,5 @@ def _completed(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 PLOTS: dict[str, Callable[[Figure, Mapping[str, Any]], None]] = {
     "Latency: share of requests that waited no longer": _latency_cdf,
     "Timeline": _timeline,
-    "TTFT and TPOT of each request; dashed: the objectives": _scatter,
+    "TTFT and TPOT of each request; dashed: the objectives, if they lie so low": _scatter,
 }

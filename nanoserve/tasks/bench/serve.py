@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "nanoserve.bench/1"
 SERVER_RATE = 8.0  # requests per second of scenario=server when no rate is given
+LENGTHS = (16, 64)  # tokens of prompts and of outputs when neither a length nor a trace is given
+
+IDLE = 1e-3  # seconds between two steps that are more than the loop's own turn
 
 #: What a sweep's table shows.
 FIGURES = (
@@ -86,10 +89,16 @@ class Serve(WorkloadOptions):
 
 
 def resolve(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a configuration with the arrival pattern that its scenario stands for. ConfigError if two do."""
+    """The options of a configuration with what null stands for, above all the arrival pattern of the scenario.
+
+    Raises ConfigError if scenario and arrival are both given.
+    """
     values = dict(values)
     if values.get("arrival") == "trace" and values.get("trace") is None:
         raise ConfigError("bench.trace: a value is required (the file of a trace)")
+    for key in ("input_len", "output_len"):
+        if values.get(key) is None and values.get("trace") is None:
+            values[key] = LENGTHS
     scenario, arrival = values.get("scenario"), values.get("arrival")
     if scenario is None and arrival is not None:
         return values
@@ -151,6 +160,21 @@ class Run:
             seconds.append(max(0.0, end - max(step.begin, last)))
             last = max(last, end)
         return seconds
+
+    def timeline(self) -> list[list[float]]:
+        """[time, sequences in the step, requests waiting, share of the KV pool in use], with a row of zeros where an
+        idle time begins."""
+        rows: list[list[float]] = []
+        last = 0.0
+        for step in self.steps:
+            if step.begin - last > IDLE and rows:
+                rows.append([last, 0, 0, 0.0])
+            use = step.used_blocks / self.num_blocks
+            rows.append([step.begin, step.num_decode + step.num_prefill, step.waiting, use])
+            last = max(last, step.begin if step.end is None else step.end)
+        if rows:
+            rows.append([last, 0, 0, 0.0])
+        return rows
 
     def figures(self, objectives: Objectives) -> dict[str, float | None]:
         """The metrics of the requests, and what the engine did for them (means over busy time)."""
@@ -335,10 +359,7 @@ def measure(llm: LLM, options: Serve) -> Measured:
             [step.num_decode, step.num_prefill_tokens, step.context_tokens, seconds]
             for step, seconds in zip(run.steps, run.durations(), strict=True)
         ],
-        "timeline": [
-            [step.begin, step.num_decode + step.num_prefill, step.waiting, step.used_blocks / run.num_blocks]
-            for step in run.steps
-        ],
+        "timeline": run.timeline(),
     }
     rows = [
         [name, figures[f"{name} count"], *(_number(figures[f"{name} {k} ms"]) for k in _COLUMNS)]

@@ -9,8 +9,6 @@ missed makes the exit code 1. Definitions stand where the figures are computed: 
 from __future__ import annotations
 
 import contextlib
-import json
-import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import PluginChoice
 from nanoserve.contracts.errors import ConfigError, NanoserveError
+from nanoserve.tasks.bench.record import describe, print_line, print_table, write
 
 if TYPE_CHECKING:
     from nanoserve.engine.engine import Engine
@@ -109,7 +108,7 @@ def run(job: Job) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         llms = [stack.enter_context(llm) for llm in _engines(job, options)]
         figures, bars = evaluate(llms[0], llms[1], documents, options)
-        environment = describe(llms)
+        environment = {**describe(llms[0]), "engine_against": asdict(llms[1].engine.info)}  # type: ignore[arg-type]
     missed = [bar.figure for bar in bars if bar.gates and not bar.met(figures)]
     print_report(figures, bars, base_name, other_name, environment)
     if job.options.output is not None:
@@ -124,7 +123,7 @@ def run(job: Job) -> dict[str, Any]:
             "figures": figures,
             "bars": [{**asdict(bar), "met": bar.met(figures)} for bar in bars],
         }
-        path.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+        write(path, record)
     if missed:
         raise EvalFailedError(f"kv={other_name} misses the bar for {', '.join(missed)} (compared with kv={base_name})")
     return {name: float(f"{figures[name]:.5g}") for name in SWEPT if name in figures}
@@ -265,21 +264,6 @@ def _progress() -> Iterator[Any]:
         yield step
 
 
-def describe(llms: list[LLM]) -> dict[str, Any]:
-    """Hardware, versions and both compositions, for the record."""
-    import torch
-
-    from nanoserve import __version__
-
-    device = llms[0].engine.runner.device  # type: ignore[attr-defined]
-    cpu = f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
-    return {
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        "versions": {"nanoserve": __version__, "python": platform.python_version(), "torch": torch.__version__},
-        "engines": [asdict(llm.engine.info) for llm in llms if llm.engine.info is not None],
-    }
-
-
 #: Rows of the table: title, figure, format. A figure of both formats fills both columns.
 ROWS = [
     ("NLL per token, nats", "nll", ".4f"),
@@ -308,30 +292,26 @@ ROWS = [
 
 
 def print_report(figures: dict[str, Any], bars: list[Bar], base: str, other: str, environment: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    title = f"eval: {figures['tokens']} tokens, {figures['bytes']} bytes scored"
-    table = Table("figure", f"kv={base}", f"kv={other}", f"{other} against {base}", "bar", "", title=title)
     by_figure = {bar.figure: bar for bar in bars}
+    rows = []
     for label, key, form in ROWS:
         if f"num_{key}" in figures:
             label += f" ({figures[f'num_{key}']} items)"
         if f"base.{key}" in figures:
             a, b = figures[f"base.{key}"], figures[f"against.{key}"]
-            table.add_row(label, format(a, form), format(b, form), format(b - a, "+" + form), "", "")
+            rows.append((label, format(a, form), format(b, form), format(b - a, "+" + form), "", ""))
         elif key in figures:
             bar = by_figure.get(key)
             limit = "" if bar is None else f"{'≥' if bar.at_least else '≤'} {format(bar.limit, form)}"
             verdict = "" if bar is None else "pass" if bar.met(figures) else "FAIL" if bar.gates else "over"
-            table.add_row(label, "", "", format(figures[key], form), limit, verdict)
-    console.print(table)
-    console.print(
+            rows.append((label, "", "", format(figures[key], form), limit, verdict))
+    print_line(
         "* no quality metric: one near-tie that falls the other way changes all that follows; "
         "perplexity and KL compare every token given the same past"
     )
-    console.print(f"{environment['hardware']}, torch {environment['versions']['torch']}, model and attention:")
-    for engine in environment["engines"]:
+    print_line(f"{environment['hardware']}, torch {environment['versions']['torch']}, model and attention:")
+    for engine in (environment["engine"], environment["engine_against"]):
         phases = ", ".join(f"{phase} {name}" for phase, name in engine["attention"].items())
-        console.print(f"  {engine['model']}, kv {engine['kv']}: {phases}")
+        print_line(f"  {engine['model']}, kv {engine['kv']}: {phases}")
+    title = f"eval: {figures['tokens']} tokens, {figures['bytes']} bytes scored"
+    print_table(title, ["figure", f"kv={base}", f"kv={other}", f"{other} against {base}", "bar", ""], rows)

@@ -1,0 +1,185 @@
+"""The regression gate: its rule by hand, a slowed scheduler caught end to end, and the CPU set as ratios."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoserve import LLM
+from nanoserve.config import build, load_yaml
+from nanoserve.contracts.errors import ConfigError
+from nanoserve.tasks import Job
+from nanoserve.tasks.bench.serve import Serve, measure, resolve
+from nanoserve.tasks.compare import Change, Gate, Sample, compare
+from tests.helpers.distributions import Distributions
+from tests.helpers.distributions import distributions as distributions
+from tests.tasks.conftest import Cli
+
+REAL_LLM = Job.llm
+BASELINES = Path(__file__).parents[1] / "baselines" / "cpu_ratios.json"
+
+
+def change(name: str, base: list[float], new: list[float], limit: float | None = 0.1) -> Change:
+    return Change(name, Sample(base), Sample(new), limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "new", "verdict"),
+    [
+        ("output tok/s", [100], [100], "same"),
+        ("output tok/s", [100], [89], "fell"),  # 11 % of 10 %
+        ("output tok/s", [100], [91], "worse"),
+        ("output tok/s", [100], [150], "better"),
+        ("TTFT p95 ms", [100], [111], "fell"),  # the direction is the metric's
+        ("TTFT p95 ms", [100], [50], "better"),
+        ("output tok/s", [100, 80, 120], [85, 95, 70], "noise"),  # quartiles 90 … 110 and 77.5 … 90
+        ("output tok/s", [100, 99, 101], [80, 81, 300], "noise"),
+        ("output tok/s", [100, 99, 101], [80, 81, 82], "fell"),
+        ("preemptions", [0], [0], "same"),
+        ("preemptions", [0], [1], "fell"),
+        ("prefix hit rate", [0], [0.5], "better"),
+        ("TPOT p50 ms", [5], [], "fell"),  # undefined now: every request had one token, or none ended
+        ("TPOT p50 ms", [], [5], ""),
+    ],
+)
+def test_the_rule(name: str, base: list[float], new: list[float], verdict: str) -> None:
+    assert change(name, base, new).verdict == verdict
+
+
+def test_what_is_not_gated_never_falls() -> None:
+    assert change("output tok/s", [100], [1], limit=None).verdict == "worse"
+
+
+def test_ratio_is_of_medians() -> None:
+    assert change("QPS", [1, 2, 9], [1, 4, 5]).ratio == 2.0
+    assert change("failed", [0], [3]).ratio is None
+
+
+def test_gate_refuses_what_it_cannot_judge() -> None:
+    with pytest.raises(ConfigError, match="no direction of 'requests'"):
+        Gate({"requests": 0.1})
+    with pytest.raises(ConfigError, match="at least 0"):
+        Gate({"QPS": -0.1})
+    record = {"figures": {"output tok/s": 1.0}}
+    with pytest.raises(ConfigError, match="neither record has 'TTFT p95 ms'"):
+        compare(record, record, Gate({"TTFT p95 ms": 0.1}))
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def save(path: str, rates: list[float], **more: Any) -> None:
+    runs = [{"output tok/s": rate} for rate in rates]
+    record = {"hardware": "CPU", "workload": {"seed": 0, "repeat": len(rates)}, "runs": runs, **more}
+    Path(path).write_text(json.dumps({**record, "figures": {"output tok/s": statistics.median(rates)}}))
+
+
+@pytest.fixture
+def gate(cli: Cli) -> Any:
+    """``gate(base, new, …)`` compares files under a gate of one metric, 5 %."""
+    folder = Path("conf/gate")
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("limits: {output tok/s: 0.05}\nsame_hardware: true\nsame_workload: true\n")
+    flags = ["task=compare", "gate=mine", f"hydra.searchpath=[file://{Path('conf').resolve()}]"]
+    return lambda base, new, *more: cli(*flags, f"base={base}", f"new={new}", *more)
+
+
+def test_exit_codes(gate: Any) -> None:
+    save("a.json", [100, 101, 99])
+    save("b=1,x.json", [80, 81, 82])
+    fell = gate("a.json", "b=1,x.json")
+    assert fell.code == 1 and "1 of 1 gated metrics fell: output tok/s" in fell.err and "0.81" in fell.out
+    risen = gate("b=1,x.json", "a.json")
+    assert risen.code == 0 and "better" in risen.out and risen.err == ""
+
+
+def test_records_that_prove_nothing_are_refused(gate: Any) -> None:
+    save("a.json", [100])
+    save("gpu.json", [100], hardware="GPU")
+    save("other.json", [100], workload={"seed": 1, "repeat": 3})
+    Path("bad.json").write_text("{}")
+    for new, message in [
+        ("gpu.json", "base was measured on CPU, new on GPU"),
+        ("other.json", "the workloads differ in seed (0 and 1)"),
+        ("bad.json", "no record of task=bench"),
+        ("none.json", "new: cannot read 'none.json'"),
+    ]:
+        run = gate("a.json", new)
+        assert run.code == 2 and message in run.err
+    assert gate("a.json", "gpu.json", "gate.same_hardware=false").code == 0
+    assert gate("a.json", "other.json", "gate.same_workload=false").code == 0
+
+
+# --- what it is for ------------------------------------------------------------------------------------------------
+
+SLOW = """
+import time
+from nanoserve.contracts.scheduling import SchedulerSpec
+from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.scheduler.decode_first import DecodeFirst, DecodeFirstOptions
+
+class Slow(DecodeFirst):
+    def schedule(self):
+        time.sleep({delay})
+        return super().schedule()
+
+@hookimpl
+def nanoserve_scheduler(register):
+    register(SchedulerSpec("slow", "a test", DecodeFirstOptions, Slow))
+"""
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Other work on the machine disturbs one thread less than several that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_slowed_scheduler_is_caught(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, distributions: Distributions, one_thread: None
+) -> None:
+    """Two sets on the same engine, and one whose scheduler sleeps in every step; the gate is that of conf/gate/ci."""
+    monkeypatch.setattr(Job, "llm", REAL_LLM)
+    distributions.install("slow-dist", {"scheduler.slow": "slow_mod"}, slow_mod=SLOW.format(delay=0.1))
+    bench = ["task=bench", "bench=ci", "bench.repeat=3", "bench.output_len=[4,8]", "engine.num_kv_blocks=512"]
+    for name in ("decode_first", "slow"):
+        assert cli(*bench, f"scheduler={name}", f"output={name}.json").code == 0
+    run = cli("task=compare", "gate=ci", "base=decode_first.json", "new=slow.json")
+    assert run.code == 1 and "output tok/s" in run.err and "TPOT p50 ms" in run.err
+    assert "steps" not in run.err  # the same work, later
+
+
+def test_cpu_set_as_ratios_between_two_configurations(one_thread: None) -> None:
+    """Each configuration against the default one, in one run, so that the machine's speed cancels out.
+
+    What is counted must be as in the baseline exactly; rates may be at worst half as good.
+    """
+    baseline = json.loads(BASELINES.read_text())
+    values = load_yaml("bench", "serve") | load_yaml("bench", "ci") | {"repeat": 1}  # type: ignore[operator]
+    values.pop("defaults")
+    workload = build(Serve, resolve(values), "bench")
+    engines = {"base": LLM(**baseline["engine"])}
+    engines |= {name: LLM(**baseline["engine"], **choice) for name, choice in baseline["configurations"].items()}
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    try:
+        for _ in range(3):  # by turns, so that what disturbs one disturbs the other
+            for name, llm in engines.items():
+                figures = measure(llm, workload).record["figures"]
+                rates[name].append(figures["output tok/s"])
+                for counted, expected in baseline["counts"][name].items():
+                    assert figures[counted] == expected, (name, counted)
+    finally:
+        for llm in engines.values():
+            llm.close()
+    for name, expected in baseline["output tok/s ratio"].items():
+        ratio = statistics.median(a / b for a, b in zip(rates[name], rates["base"], strict=True))
+        assert ratio > expected / 2, f"{name}: {ratio:.2f} of the default's output tok/s, baseline {expected:.2f}"
