@@ -83,6 +83,12 @@ class Cli:
         return Outcome(code, *self.capture())
 
 
+@pytest.fixture(autouse=True)
+def terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as the terminal says; here none cuts or wraps a cell."""
+    monkeypatch.setenv("COLUMNS", "240")
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint with a tokenizer, for the tests that run a real engine."""
