@@ -260,8 +260,11 @@ def _chunk(chunks: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """First index of each row's maximum, and the maximum. A NaN counts as the maximum.
 
-    Maxima of chunks first: a plain reduction reads the logits several times as fast as a search for an index.
+    Maxima of chunks first: on a GPU a plain reduction reads the logits several times as fast as a search for an index.
     """
+    if not x.is_cuda:
+        best, index = x.max(-1)
+        return index, best
     chunks = _chunked(x, -torch.inf)
     maxima = chunks.amax(-1)
     chunk = maxima.argmax(-1)

@@ -350,7 +350,7 @@ class SchedulerSuite:
     def test_state_machine(self) -> None:
         """Any order of add, launch, commit and abort over random pools and budgets, then everybody is served."""
         run_state_machine_as_test(
-            functools.partial(_Machine, self.harness),
+            functools.partial(_Machine, self.harness),  # type: ignore[arg-type]  # any callable that makes one will do
             settings=settings(
                 max_examples=self.num_examples,
                 stateful_step_count=25,

@@ -170,9 +170,7 @@ class SDPABackend(AttentionBackend):
             queries = queries.unflatten(1, (num_kv_heads, -1))
             if group.bias is not None:
                 queries = queries.transpose(0, 1).flatten(0, 1)  # [kv_heads * n, group, head_dim]
-                keys, values = (
-                    x.movedim(2, 0).flatten(0, 1) for x in (keys, values)
-                )  # [kv_heads * n, max_k, head_dim]
+                keys, values = keys.movedim(2, 0).flatten(0, 1), values.movedim(2, 0).flatten(0, 1)  # as queries
                 scores = torch.baddbmm(group.bias, queries, keys.transpose(1, 2), alpha=self.context.scale)
                 result = torch.bmm(scores.softmax(-1), values).unflatten(0, (num_kv_heads, -1)).transpose(0, 1)
             else:
@@ -183,11 +181,10 @@ class SDPABackend(AttentionBackend):
                     attn_mask=group.mask,
                     scale=self.context.scale,
                 )
-            result = result.flatten(1, 2)
             if group.rows is None:
-                out.copy_(result)
+                out.unflatten(1, (num_kv_heads, -1)).copy_(result)
             else:
-                out.index_copy_(0, group.rows, result)
+                out.index_copy_(0, group.rows, result.flatten(1, 2))
 
     # -- index arithmetic on the device -------------------------------------------------------------------------------
 

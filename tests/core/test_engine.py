@@ -11,6 +11,7 @@ import torch
 from nanoserve import LLM, CapacityError, ConfigError, RequestError, SamplingParams
 from nanoserve.contracts.scheduling import Schedule
 from tests.helpers.oracle import greedy, is_greedy
+from tests.helpers.tiny_model import build_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -270,6 +271,26 @@ def test_c18_int8_kv_is_right_from_the_first_request(tiny_folder, rng):
         errors = [abs(value - float(expected[token])) for token, value in output.logprobs[0].items()]
         assert sum(errors) / len(errors) < 0.1
     assert engine_bytes / bf16_bytes == pytest.approx((32 + 2) / 64)
+
+
+def test_c16_all_zero_values_under_int8_kv(tmp_path, rng):
+    """Every V of layer 0 is a zero vector: its scale underflows to 0 in fp16, and 0 · 0 must stay 0."""
+    oracle = build_tiny_model(tmp_path)
+    with torch.no_grad():
+        oracle.model.layers[0].self_attn.v_proj.weight.zero_()
+    oracle.save_pretrained(tmp_path)
+    prompt = random_prompt(rng, 40)
+    with make(tmp_path, kv="int8") as llm:
+        output = llm.generate([prompt], replace(GREEDY, max_tokens=10, logprobs=20))[0]
+        assert not llm.engine.runner.kv.layers[0].v.any() and llm.engine.runner.kv.layers[1].v.any()
+    with torch.no_grad():
+        expected = oracle(torch.tensor([prompt + output.token_ids])).logits[0].log_softmax(-1)
+    errors = [
+        abs(value - float(expected[len(prompt) - 1 + i, token]))
+        for i, row in enumerate(output.logprobs)
+        for token, value in row.items()
+    ]
+    assert sum(errors) / len(errors) < 0.1  # a NaN would fail as well
 
 
 def largest(tensor: torch.Tensor, value: float) -> float:
