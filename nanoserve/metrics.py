@@ -84,6 +84,21 @@ class RequestTimeline:
         """First token to the report of the end."""
         return None if self.finished is None or not self.deliveries else self.finished - self.deliveries[0][0]
 
+    def as_row(self) -> dict[str, float | int | str | None]:
+        """The request in a record's ``requests``; times in the unit of the timeline."""
+        return {
+            "arrival": self.arrival,
+            "prompt_len": self.prompt_len,
+            "output_len": self.output_len,
+            "ttft": self.ttft,
+            "tpot": self.tpot,
+            "e2e": self.e2e,
+            "queue": self.queue,
+            "cached": self.num_cached_tokens,
+            "preemptions": self.num_preemptions,
+            "finish_reason": self.finish_reason,
+        }
+
 
 @dataclass(frozen=True)
 class Objectives:

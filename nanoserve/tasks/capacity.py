@@ -30,7 +30,7 @@ from nanoserve.models.config import ModelConfig
 from nanoserve.models.loader import resolve_model
 from nanoserve.models.parallel import ParallelContext
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
-from nanoserve.tasks.simulate import print_table
+from nanoserve.tasks.bench.record import print_table
 
 if TYPE_CHECKING:
     from nanoserve.registry import Registry

@@ -33,6 +33,7 @@ from nanoserve.contracts.scheduling import SchedulerLimits
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.simulator import Progress, Replay, StepLoad
 from nanoserve.metrics import QUANTILES, Objectives, percentile, summarise
+from nanoserve.tasks.bench.record import print_table
 from nanoserve.workload import Workload, WorkloadOptions, make_workload
 
 if TYPE_CHECKING:
@@ -226,18 +227,8 @@ SHOWN = (
 
 def request_row(progress: Progress) -> dict[str, Any]:
     """One request in the JSON, with the keys of a ``task=bench`` record; times in seconds, or rounds."""
-    request = progress.timeline
     return {
-        "arrival": request.arrival,
-        "prompt_len": request.prompt_len,
-        "output_len": request.output_len,
-        "ttft": request.ttft,
-        "tpot": request.tpot,
-        "e2e": request.e2e,
-        "queue": request.queue,
-        "cached": request.num_cached_tokens,
-        "preemptions": request.num_preemptions,
-        "finish_reason": request.finish_reason,
+        **progress.timeline.as_row(),
         "recomputed": progress.num_recomputed,
         "passed_over": progress.max_passed_over,
         "wait": progress.max_wait,
@@ -425,16 +416,6 @@ def print_accuracy(model: LatencyModel, comparisons: Mapping[str, Mapping[str, A
         f"+ {1e6 * model.prefill:.3g} µs per prompt token + {1e9 * model.context:.3g} ns per token of context"
     )
     print_table(f"{coefficients}\n{meaning}", ["", *header], rows)
-
-
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _rounded(value: float) -> float:

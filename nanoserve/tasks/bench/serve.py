@@ -354,7 +354,7 @@ def measure(llm: LLM, options: Serve) -> Measured:
         "phases_note": NOT_SEPARABLE,
         "failures": run.reasons,
         "shown_run": shown,
-        "requests": [_request_row(r) for r in run.requests],
+        "requests": [r.as_row() for r in run.requests],
         "steps": [
             [step.num_decode, step.num_prefill_tokens, step.context_tokens, seconds]
             for step, seconds in zip(run.steps, run.durations(), strict=True)
@@ -404,21 +404,6 @@ def _phases(llm: LLM, run: Run, figures: Mapping[str, Any], prompts: list[list[i
             detokenizer.flush()
         phases["detokenise"] = 1e3 * (time.perf_counter() - start) / len(texts)
     return phases
-
-
-def _request_row(request: RequestTimeline) -> dict[str, Any]:
-    return {
-        "arrival": request.arrival,
-        "prompt_len": request.prompt_len,
-        "output_len": request.output_len,
-        "ttft": request.ttft,
-        "tpot": request.tpot,
-        "e2e": request.e2e,
-        "queue": request.queue,
-        "cached": request.num_cached_tokens,
-        "preemptions": request.num_preemptions,
-        "finish_reason": request.finish_reason,
-    }
 
 
 def _lines(options: Serve, figures: Mapping[str, Any], phases: Mapping[str, Any], run: Run) -> list[str]:
