@@ -1,15 +1,12 @@
-"""Decode kernels on a GPU: compile in parallel, check against float64, time beside torch's cuDNN on dense tensors.
+"""Decode kernels on a GPU, in the variants that no option chooses too: compile in parallel, check against float64.
 
-    python tests/gpu/decode_bench.py compile check fuzz time     # any of the stages, in this order
+    python tests/gpu/decode_bench.py compile check fuzz     # any of the stages, in this order
 
-Shapes are Qwen3-0.6B's: 16 query heads, 8 KV heads, head size 128. A time is that of one layer, in a graph of several
-layers on disjoint random blocks that begins with the step's plan.
+``nanoserve task=bench_kernels phase=decode`` times them.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import random
 import sys
@@ -21,13 +18,10 @@ os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-import torch.nn.functional as F
-from gpu.timing import GraphTimer, copy_bandwidth, interleaved
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoserve.contracts.attention import AttentionContext, DecodeMetadata
 from nanoserve.contracts.capabilities import Capabilities
-from nanoserve.contracts.kvcache import KVCacheShape, KVCacheSpec, LayerCache
+from nanoserve.contracts.kvcache import KVCacheShape, KVCacheSpec
 from nanoserve.testing.attention import make_case, make_context, relative_error
 from nanoserve_plugins.attention import _kernels, hopper_decode, int8_fused, paged_v1, paged_v2, paged_v2_split
 from nanoserve_plugins.kvcache.bf16 import BF16Config, BF16KVCache
@@ -189,148 +183,8 @@ def fuzz_stage(per_heads=28):
             print(f"fuzz {fmt} {name}: {count} shapes, error {worst:.4f}", flush=True)
 
 
-# -- time -------------------------------------------------------------------------------------------------------------
+# -- stages ------------------------------------------------------------------------------------------------------------
 
-
-class Pool:
-    """Random K and V of ``gigabytes``, seen through any block size; layers are disjoint random sets of its blocks."""
-
-    def __init__(self, gigabytes, fmt):
-        self.fmt, self.rows = fmt, int(gigabytes * 2**30) // (2 * D * (1 if fmt == "int8" else 2))
-        self.rows -= self.rows % (256 * HKV)
-        if fmt == "int8":
-            self.data = [torch.empty(self.rows, D, dtype=torch.int8, device="cuda").random_(-127, 128) for _ in "kv"]
-            self.scales = [torch.rand(self.rows, device="cuda").add_(0.5).mul_(0.016).half() for _ in "kv"]
-        else:
-            self.data = [torch.empty(self.rows, D, dtype=torch.bfloat16, device="cuda").normal_() for _ in "kv"]
-            self.scales = []
-
-    def context_and_layers(self, lens, block_size):
-        """The engine's context, then (layer, metadata, q, out) per layer."""
-        layer = LayerCache(
-            self.fmt,
-            *(x.view(-1, HKV, block_size, D) for x in self.data),
-            *(x.view(-1, HKV, block_size) for x in self.scales),
-        )
-        kv = FORMATS[self.fmt].factory(
-            FORMATS[self.fmt].config(), KVCacheShape(1, HKV, D, block_size, torch.bfloat16, torch.device("cuda"))
-        )
-        kv.layers = [layer]
-        context = AttentionContext(
-            HQ, HKV, D, D**-0.5, torch.bfloat16, torch.device("cuda"), block_size, 512, 512, 65536, kv
-        )
-        needed = [-(-n // block_size) for n in lens]
-        num_blocks = layer.k.shape[0]
-        num_layers = max(2, min(28, num_blocks // sum(needed)))
-        ids = torch.randperm(num_blocks, device="cuda", dtype=torch.int64).int()
-        cuts = torch.tensor([0, *needed]).cumsum(0).tolist()
-        columns = torch.arange(max(needed), device="cuda")
-        lengths = torch.tensor(lens, dtype=torch.int32, device="cuda")
-        index = (torch.tensor(cuts[:-1], device="cuda")[:, None] + columns).clamp_max_(cuts[-1] - 1)
-        steps = []
-        for i in range(num_layers):
-            table = ids[(i * cuts[-1]) % (num_blocks - cuts[-1] + 1) :][index].contiguous()
-            meta = DecodeMetadata(len(lens), lengths, table, table[:, 0], tuple(lens), max(lens))
-            q = torch.randn(len(lens), HQ, D, device="cuda", dtype=torch.bfloat16)
-            steps.append((layer, meta, q, torch.empty_like(q)))
-        return context, steps
-
-
-def timer_of(name, context, steps):
-    backend = make_backend(name, context)
-
-    def prepare():
-        plan = backend.plan_decode(steps[0][1])
-        for _, meta, _, _ in steps:
-            meta.plan = plan
-
-    return GraphTimer(
-        [functools.partial(backend.decode, q, layer, meta, out) for layer, meta, q, out in steps], prepare
-    )
-
-
-def cudnn_timer(pool, batch, context_len):
-    size = batch * HKV * context_len
-    layers = max(2, min(28, pool.rows // size))
-    q = torch.randn(batch, HQ, 1, D, device="cuda", dtype=torch.bfloat16)
-    views = [
-        [x[(i * size) % (pool.rows - size + 1) :][:size].view(batch, HKV, context_len, D) for x in pool.data]
-        for i in range(layers)
-    ]
-
-    def call(k, v):
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    return GraphTimer([functools.partial(call, k, v) for k, v in views])
-
-
-def ragged(n):
-    rng = random.Random(n)
-    return [rng.randint(16, 2048) for _ in range(n)]
-
-
-SHAPES = {
-    "1x1024": [1024],
-    "8x511": [511] * 8,
-    "1x4096": [4096],
-    "1x32768": [32768],
-    "16x1024": [1024] * 16,
-    "32x1024": [1024] * 32,
-    "32x4096": [4096] * 32,
-    "64x1024": [1024] * 64,
-    "256x1024": [1024] * 256,
-    "64x8192": [8192] * 64,
-    "128x1024": [1024] * 128,
-    "ragged32": ragged(32),
-    "ragged64": ragged(64),
-    "ragged256": ragged(256),
-}
-
-
-def time_stage(plans, gigabytes=8.0, rounds=9):
-    """plans: (format, block size, shape, candidates). Prints microseconds, and TB/s of the fastest."""
-    copy = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy:.3f} TB/s", flush=True)
-    results = []
-    pools = {}
-    for fmt, block_size, shape, names in plans:
-        if fmt not in pools:
-            pools.clear()
-            torch.cuda.empty_cache()
-            pools[fmt] = Pool(gigabytes, fmt)
-        lens = SHAPES[shape]
-        context, steps = pools[fmt].context_and_layers(lens, block_size)
-        timers = {}
-        for name in names:
-            try:
-                if name == "cudnn":
-                    timers[name] = cudnn_timer(pools[fmt], len(lens), lens[0])
-                else:
-                    timers[name] = timer_of(name, context, steps)
-            except Exception as error:
-                print(fmt, shape, name, type(error).__name__, str(error)[:200])
-        times = interleaved(timers, rounds)
-        size = sum(lens) * HKV * 2 * (D + 2 if fmt == "int8" else 2 * D)
-        best = min(time for name, time in times.items() if name != "cudnn")
-        row = " ".join(f"{name}={time:.1f}" for name, time in times.items())
-        print(
-            f"{fmt} bs{block_size} {shape} [{size / best / 1e6:.2f} TB/s, {size / best / 1e6 / copy:.0%}]: {row}",
-            flush=True,
-        )
-        results.append({"format": fmt, "block_size": block_size, "shape": shape, "copy": copy, "us": times})
-        for timer in timers.values():
-            timer.graph.reset()
-        del timers, steps, context
-    if "OUT" in os.environ:
-        Path(os.environ["OUT"], "decode.json").write_text(json.dumps(results))
-
-
-CUDNN = {"1x1024", "8x511", "1x4096", "1x32768", "32x1024", "32x4096", "256x1024", "64x8192"}
-PLANS = [("bf16", 16, shape, ["cudnn"] * (shape in CUDNN) + ["v2", "split", "hopper"]) for shape in SHAPES]
-PLANS += [("bf16", 256, shape, ["split", "hopper"]) for shape in ("1x1024", "8x511", "32x1024", "256x1024")]
-PLANS += [("int8", 16, shape, ["v2", "split", "hopper"]) for shape in SHAPES]
-PLANS += [("int8", 256, shape, ["split", "hopper"]) for shape in ("1x1024", "8x511", "32x1024", "256x1024")]
 CHECKS = {
     "bf16": [
         "v1",
@@ -350,7 +204,7 @@ FUZZ = {"bf16": ("v1", "v2", "split", "hopper"), "int8": ("fused", "v2", "split"
 if __name__ == "__main__":
     stages = sys.argv[1:]
     if "compile" in stages:
-        jobs = {(name, fmt, bs, len(SHAPES[shape]), HEADS[0]) for fmt, bs, shape, names in PLANS for name in names}
+        jobs = set()
         for fmt, names in CHECKS.items():
             jobs |= {
                 (name, fmt, bs, b, HEADS[0]) for name in names for bs in (16, 32, 64, 256) for b in (1, 5, 40, 130)
@@ -359,10 +213,8 @@ if __name__ == "__main__":
             jobs |= {
                 (name, fmt, bs, b, heads) for name in names for heads, bs in fuzz_jobs(name) for b in (1, 5, 10, 20)
             }
-        compile_stage(sorted((job for job in jobs if job[0] != "cudnn"), key=str))
+        compile_stage(sorted(jobs, key=str))
     if "check" in stages:
         check_stage(CHECKS)
     if "fuzz" in stages:
         fuzz_stage()
-    if "time" in stages:
-        time_stage(PLANS)

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.nn.functional as F
-from gpu.timing import GraphTimer, copy_bandwidth, interleaved
 
 from nanoserve.engine.sampler import INV_TEMPERATURE, UNIFORM, Sampler, SamplingPlan
 from nanoserve.ops import _elementwise, _skinny, linear
@@ -33,6 +32,7 @@ from nanoserve.ops._skinny import Tile, skinny_linear
 from nanoserve.ops.activation import silu_and_mul, silu_and_mul_reference
 from nanoserve.ops.decode_inputs import DecodeInputs, decode_inputs, decode_inputs_reference
 from nanoserve.ops.norm import add_rms_norm, rms_norm, rms_norm_reference
+from nanoserve.tasks.kernels.timing import GraphTimer, copy_bandwidth, interleaved
 
 BF16 = torch.bfloat16
 EPS = 1e-6

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheSpec
 from nanoserve.ops.rope import qk_norm_rope
+from nanoserve.tasks.kernels.timing import GraphTimer, copy_bandwidth
 from nanoserve.testing.attention import make_case, make_context, relative_error
 from nanoserve_plugins.attention.hopper_flash import HopperFlashBackend, HopperFlashConfig
 from nanoserve_plugins.attention.triton_flash import Tile, TritonFlashBackend, TritonFlashConfig
@@ -34,9 +35,6 @@ from nanoserve_plugins.attention.triton_varlen import TritonVarlenBackend, Trito
 from nanoserve_plugins.kvcache import _kernels
 from nanoserve_plugins.kvcache.bf16 import BF16Config, BF16KVCache
 from nanoserve_plugins.kvcache.int8 import Int8Config, Int8KVCache
-
-sys.path.insert(0, os.path.dirname(__file__))
-from timing import GraphTimer, copy_bandwidth
 
 FORMATS = {
     "bf16": KVCacheSpec("bf16", "", Capabilities(), BF16Config, BF16KVCache),

@@ -1,0 +1,1 @@
+"""Timing of attention kernels at given shapes: what ``task=bench_kernels`` and ``task=tune`` share."""
