@@ -1,14 +1,17 @@
 """Matrix products with a weight ``W [out, in]``, alone and with what surrounds them in a transformer.
 
-This is the one place that decides how a product is computed: ``skinny_tile`` says whether the tokens are few enough
-for our own kernel (``_skinny.py``), which takes norm, gate and residual add along. Otherwise each function is the
-composition that it stands for, over cuBLAS or the CPU's library.
+This is the one place that decides how a product is computed: ``own_product`` says whether the tokens are few enough for
+a kernel of ours, which takes gate and residual add along: ``_skinny.py``, and the norm too for the fewest, or in CUDA
+graphs on Hopper ``_wgmma.py``. Otherwise each function is the composition that it stands for, over cuBLAS or the CPU's
+library.
 
 Everything is 2-D: x ``[tokens, in]``, bias ``[out]`` of the weight's dtype.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from nanoserve.ops._skinny import Tile
 
 MAX_SKINNY_TOKENS = 64
+MIN_WGMMA_TOKENS, MAX_WGMMA_TOKENS = 33, 64  # beyond: see NOTES.md
 MAX_FUSED_NORM_TOKENS = 8  # every program normalises all tokens: beyond this a launch of its own is cheaper
 
 # F.linear in fp32 calls MKL; on AMD's CPUs oneDNN takes half the time from four rows on (measured, torch 2.13). This
@@ -33,12 +37,10 @@ def linear(
 ) -> torch.Tensor:
     """``x Wᵀ + b`` in ``out_dtype``, by default that of x and W."""
     out_dtype = out_dtype or x.dtype
-    tile = skinny_tile(x, weight)
-    if tile is not None:
-        from nanoserve.ops._skinny import skinny_linear
-
+    product = own_product(x, weight)
+    if product is not None:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
-        return skinny_linear(x, weight, out, tile, bias=bias)
+        return product(x, weight, out, bias=bias)
     if out_dtype == x.dtype:
         return _dense(x, weight, bias)
     if x.is_cuda:
@@ -52,11 +54,9 @@ def linear_add_(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``residual += x Wᵀ + b`` in place; residual ``[tokens, out]`` has the dtype of x or a wider one."""
-    tile = skinny_tile(x, weight)
-    if tile is not None:
-        from nanoserve.ops._skinny import skinny_linear
-
-        return skinny_linear(x, weight, residual, tile, bias=bias, add=True)
+    product = own_product(x, weight)
+    if product is not None:
+        return product(x, weight, residual, bias=bias, add=True)
     if x.is_cuda and bias is None and residual.dtype == x.dtype:
         return residual.addmm_(x, weight.t())
     return residual.add_(linear(x, weight, bias, residual.dtype))
@@ -77,16 +77,47 @@ def norm_linear(
 
 def norm_swiglu(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor) -> torch.Tensor:
     """``silu_and_mul(linear(rms_norm(x, norm_weight, eps), weight))``: ``[tokens, out / 2]``."""
-    norm = (norm_weight, eps) if _fuses_norm(x) and skinny_tile(x, weight) else None
-    if norm is None:
-        x = rms_norm(x, norm_weight, eps)
+    tile = skinny_tile(x, weight)
+    if tile is not None and _fuses_norm(x):
+        from nanoserve.ops._skinny import skinny_linear
+
+        out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+        return skinny_linear(x, weight, out, tile, norm=(norm_weight, eps), swiglu=True)
+    x = rms_norm(x, norm_weight, eps)
+    product = own_product(x, weight, swiglu=True)
+    if product is None:
+        return silu_and_mul(_dense(x, weight, None))
+    return product(x, weight, x.new_empty(x.shape[0], weight.shape[0] // 2), swiglu=True)
+
+
+def own_product(x: torch.Tensor, weight: torch.Tensor, swiglu: bool = False) -> Callable[..., torch.Tensor] | None:
+    """Our kernel for this product, to be called like ``skinny_linear`` less ``tile``; None where cuBLAS is better."""
+    if _suits_wgmma(x, weight):
+        from nanoserve.ops import _wgmma
+
+        n, k = weight.shape
+        wgmma_tile = _wgmma.tile_for(x.shape[0], n, k, swiglu)
+        if wgmma_tile is not None:
+            return functools.partial(_wgmma.wgmma_linear, tile=wgmma_tile)
     tile = skinny_tile(x, weight)
     if tile is None:
-        return silu_and_mul(_dense(x, weight, None))
+        return None
     from nanoserve.ops._skinny import skinny_linear
 
-    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    return skinny_linear(x, weight, out, tile, norm=norm, swiglu=True)
+    return functools.partial(skinny_linear, tile=tile)
+
+
+def _suits_wgmma(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Eagerly the host would not keep up. Compute capability 9.0 alone compiles it; TMA wants alignment."""
+    if not x.is_cuda or not MIN_WGMMA_TOKENS <= x.shape[0] <= MAX_WGMMA_TOKENS:
+        return False
+    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not torch.cuda.is_current_stream_capturing():
+        return False
+    from nanoserve.ops._elementwise import compute_capability
+
+    return compute_capability(x.device) == (9, 0) and (x.data_ptr() | weight.data_ptr()) % 16 == 0
 
 
 def skinny_tile(x: torch.Tensor, weight: torch.Tensor) -> Tile | None:
@@ -109,6 +140,20 @@ def _fuses_norm(x: torch.Tensor) -> bool:
 
 
 def _dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if ONEDNN_LINEAR is not None and x.dtype == torch.float32 and not x.is_cuda:
-        return ONEDNN_LINEAR(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    if ONEDNN_LINEAR is None or x.dtype != torch.float32 or x.is_cuda:
+        return F.linear(x, weight, bias)
+    rows = x.shape[0]
+    missing = onednn_rows(rows) - rows
+    if missing:
+        x = F.pad(x, (0, 0, 0, missing))
+    return ONEDNN_LINEAR(x, weight, bias, "none", [], "")[:rows]
+
+
+def onednn_rows(rows: int) -> int:
+    """``rows``, rounded up to one of eight sizes between powers of two.
+
+    oneDNN generates code for every shape and keeps much of it: a server whose batches have any size would grow by
+    hundreds of MiB.
+    """
+    step = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // step) * step

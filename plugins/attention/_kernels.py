@@ -319,6 +319,7 @@ def _plan(
         tl.store(share + 4, tl.minimum(end * STEP, context_len), mask=opens_chunk)
         tl.store(share + 5, first, mask=opens_chunk)
         tl.store(share + 6, pieces, mask=opens_chunk)
+        tl.store(share + 7, tl.minimum(chunk, total - (opening + piece) * chunk), mask=opens_chunk)
     tl.store(shares + (used - 1) * SHARE + 1, tl.sum(pieces, 0), mask=used > 0)
     for start in range(used, programs, BLOCK):
         idle = shares + (start + seq) * SHARE
@@ -399,7 +400,7 @@ class WorkList:
 
     items: int32 ``[programs + max_num_seqs + 1, ITEM]``: sequence, first token, end token, first item of the sequence,
     pieces of the sequence; the rest is padding. shares: int32 ``[programs, SHARE]``, per program its first item, the
-    item after its last, and the first one's five numbers, so that nobody waits for two loads in a row.
+    item after its last, the first one's five numbers, so that nobody waits for two loads in a row, and its steps.
     splits: int32 ``[max_num_seqs, 2]``, first item and pieces per sequence. partial, lse: fp32 results of items that
     are not a whole sequence, ``[items, kv_heads, group, width]`` (width: head_dim, padded) and ``[items, kv_heads,
     group]``.
@@ -419,7 +420,12 @@ class WorkList:
         self.arrived = torch.zeros(max_num_seqs, kv_heads, dtype=torch.int32, device=device)
 
     def plan(self, meta: DecodeMetadata, programs: int, step: int) -> None:
-        """Fill the lists on the device. programs: at most those of ``__init__``; step: tokens, a power of two."""
+        """Fill the lists on the device. programs: at most those of ``__init__``; step: tokens, a power of two.
+
+        Kernels may read the lists before ``gdc_wait``. They start after the launch that clears the counters has
+        started, which, without programmatic launch, is after everything before it has ended: the plan, and the steps
+        that wrote all tokens but the newest. Later kernels that trigger early cannot change that.
+        """
         block = max(16, triton.next_power_of_2(meta.num_seqs))
         _plan[(1,)](
             meta.context_lens,
@@ -433,6 +439,7 @@ class WorkList:
             BLOCK=block,
             num_warps=4 if block > 64 else 1,
         )
+        self.arrived.zero_()
 
     def merge(self, out: torch.Tensor, num_seqs: int, programs: int, pdl: bool) -> None:
         """Merge what the items left in ``partial``, as a launch of its own: better than the last item's doing it when

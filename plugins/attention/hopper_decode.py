@@ -6,7 +6,10 @@ as long as q (for K) and the output (for V) are permuted alike. K and Vᵀ are t
 Oᵀ += Vᵀ Pᵀ, so that the query heads of a group fill 8 columns instead of 16 rows, and a tile is reloaded as soon as it
 is used. INT8 values become fp16 by byte permutes; the bias that leaves in K is part of the accumulator's start.
 
-The warps of a program take turns at the tiles of one work item (``WorkList``) and add up at its end.
+The warps of a program take turns at the tiles of one work item (``WorkList``) and add up at its end, while the first
+tile of the next item is on its way. The first tile of all is loaded before the kernel before has ended, which is where
+the newest token of a context comes from and nothing else that is read here, except q. So K and V of all other tokens,
+and the block table, must have been written before ``plan_decode``.
 """
 
 from __future__ import annotations
@@ -38,6 +41,12 @@ class HopperDecodeConfig:
             raise ValueError(f"num_splits must be at least 1, not {self.num_splits}")
 
 
+#: Whether the next kernel may start beside this one. INT8 fills all registers, so that it would take slots of the next
+#: layer's programs. For more sequences than these it is a product that wants most of the shared memory, and this kernel
+#: would read K and V through what is left of the L1 cache.
+EARLY_SEQS = 32
+
+
 class HopperDecodeBackend(AttentionBackend):
     def __init__(self, context: AttentionContext, options: HopperDecodeConfig) -> None:
         super().__init__(context, options)
@@ -47,14 +56,21 @@ class HopperDecodeBackend(AttentionBackend):
         self.qk_scale = qk_scale(context)
         self.quantized = context.kv.name == "int8"
         # 8 warps of a multiprocessor keep 8 KiB each in flight; INT8 has half of that and needs all that fit.
-        self.num_warps, per_multiprocessor, self.max_registers = (2, 8, 128) if self.quantized else (4, 2, 168)
-        self.programs = options.num_splits or max(1, per_multiprocessor * gpu.multiprocessors // context.num_kv_heads)
-        self.work = WorkList(context, context.head_dim, self.programs, min_steps=2)
+        self.num_warps, per_multiprocessor = (2, {True: 8, False: 7}) if self.quantized else (4, {True: 2, False: 2})
+        # No limit for 16 bits, lest a third program fit: where the kernel before drains, some multiprocessors would
+        # get three and others one.
+        self.max_registers = {True: 128, False: 144} if self.quantized else {True: None, False: None}
+        self.programs = {
+            fused_merge: options.num_splits or max(1, n * gpu.multiprocessors // context.num_kv_heads)
+            for fused_merge, n in per_multiprocessor.items()
+        }
+        self.work = WorkList(context, context.head_dim, max(self.programs.values()), min_steps=2)
 
     def launch(self, num_seqs: int) -> tuple[int, int, bool]:
         """Warps per program, programs per KV head, and whether these merge what they have cut: with more pieces, a
         second kernel is better."""
-        return self.num_warps, even_programs(self.programs, num_seqs), num_seqs >= 8
+        fused_merge = num_seqs >= 8
+        return self.num_warps, even_programs(self.programs[fused_merge], num_seqs), fused_merge
 
     def plan_decode(self, meta: DecodeMetadata) -> tuple[int, int, bool]:
         plan = num_warps, programs, _ = self.launch(meta.num_seqs)
@@ -87,8 +103,9 @@ class HopperDecodeBackend(AttentionBackend):
             BLOCK_SIZE=context.block_size,
             QUANTIZED=self.quantized,
             FUSED_MERGE=fused_merge,
+            EARLY=not fused_merge or (not self.quantized and meta.num_seqs <= EARLY_SEQS),
             num_warps=num_warps,
-            maxnreg=self.max_registers,
+            maxnreg=self.max_registers[fused_merge],
             launch_pdl=True,
         )
         if not fused_merge:
@@ -216,10 +233,51 @@ def _load_tile(
 
 
 @gluon.jit
+def _load_query(
+    q,
+    seq,
+    q_stride_token,
+    q_stride_head,
+    kv_head,
+    W: gl.constexpr,
+    D: gl.constexpr,
+    GROUP: gl.constexpr,
+    QUANTIZED: gl.constexpr,
+    Q: gl.constexpr,
+    B: gl.constexpr,
+):
+    """The group's heads of one token as B ``[W, D, 8]``; heads past GROUP are 0."""
+    head = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, Q))), 0), 2)
+    dim = gl.expand_dims(gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, Q))), 0), 1)
+    warp = gl.expand_dims(gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, Q))), 1), 2)
+    q_group = q + seq.to(gl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
+    query = gl.load(q_group + head * q_stride_head + (dim + 0 * warp), mask=head + 0 * (dim + warp) < GROUP, other=0.0)
+    return _query_fragment(query, W, D, QUANTIZED, B)
+
+
+@gluon.jit
 def _load_scales(scales, first, page, last, kv_head, L: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr):
     """fp32 ``[warps, 16]``."""
     block_row, in_block = _position(first, page, last, L, BLOCK_SIZE, KV_HEADS, kv_head)
     return gl.load(scales + block_row + in_block).to(gl.float32)
+
+
+@gluon.jit
+def _advance(items, item, stop, seq, start, end, STEP: gl.constexpr):
+    """From the tile at ``start`` to the next of the item, or of the next item; after the last item, past its end."""
+    start += STEP
+    if (start >= end) & (item + 1 < stop):
+        item += 1
+        seq = gl.load(items + item * ITEM)
+        start = gl.load(items + item * ITEM + 1)
+        end = gl.load(items + item * ITEM + 2)
+    return item, seq, start, end
+
+
+@gluon.jit
+def _load_page(block_table, seq, table_stride, first, end, BLOCK_SIZE: gl.constexpr):
+    """The blocks in which tiles begin. Past the end: the last one."""
+    return gl.load(block_table + seq.to(gl.int64) * table_stride + gl.minimum(first, end - 1) // BLOCK_SIZE)
 
 
 # -- words to fragments -----------------------------------------------------------------------------------------------
@@ -334,6 +392,7 @@ def hopper_decode_kernel(
     BLOCK_SIZE: gl.constexpr,
     QUANTIZED: gl.constexpr,
     FUSED_MERGE: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """q, out ``[num_seqs, q_heads, D]``; caches as int32 words; grid (kv_heads, programs); scratch: ``WorkList``."""
     W: gl.constexpr = gl.num_warps()
@@ -356,92 +415,111 @@ def hopper_decode_kernel(
 
     kv_head = gl.program_id(0)
     program = gl.program_id(1)
-    if not FUSED_MERGE:
+    if EARLY:
         gdc_launch_dependents()
-    gdc_wait()
-    begin = gl.load(shares + program * SHARE)
-    stop = gl.load(shares + program * SHARE + 1)
-    next_seq = gl.load(shares + program * SHARE + 2)
-    next_start = gl.load(shares + program * SHARE + 3)
-    next_end = gl.load(shares + program * SHARE + 4)
-    next_pieces = gl.load(shares + program * SHARE + 6)
-    for item in range(begin, stop):
-        seq, start, end, pieces = next_seq, next_start, next_end, next_pieces
-        next_seq = gl.load(items + (item + 1) * ITEM)
-        next_start = gl.load(items + (item + 1) * ITEM + 1)
-        next_end = gl.load(items + (item + 1) * ITEM + 2)
-        next_pieces = gl.load(items + (item + 1) * ITEM + 4)
-        last = end - 1
-        table = block_table + seq.to(gl.int64) * table_stride
-        first = start + 16 * gl.arange(0, W, WARPS)
-        page = gl.load(table + gl.minimum(first, last) // BLOCK_SIZE)
-        next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
+    share = shares + program * SHARE
+    item = gl.load(share)
+    stop = gl.load(share + 1)
+    seq = gl.load(share + 2)
+    start = gl.load(share + 3)
+    end = gl.load(share + 4)
+    is_last_piece = gl.load(share + 5) + gl.load(share + 6) == item + 1
+    steps = gl.load(share + 7)
+    if item == stop:
+        gdc_wait()
+        return
 
-        head = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, Q))), 0), 2)
-        dim = gl.expand_dims(gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, Q))), 0), 1)
-        warp = gl.expand_dims(gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, Q))), 1), 2)
-        q_group = q + seq.to(gl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
-        query = gl.load(
-            q_group + head * q_stride_head + (dim + 0 * warp), mask=head + 0 * (dim + warp) < GROUP, other=0.0
-        )
-        query = _query_fragment(query, W, D, QUANTIZED, B)
-        bias = gl.zeros([W, 16, 8], gl.float32, MMA)
-        if QUANTIZED:  # what the bias of K adds to every score, subtracted in advance: -1152 · Σ q
-            bias = mma_v2(gl.full([W, 16, D], -1152.0, dtype, A), query, bias)
+    # Older than the kernel before: the plan (see ``WorkList.plan``), the block table, all tokens but the newest.
+    warp = 16 * gl.arange(0, W, WARPS)
+    token = gl.expand_dims(warp, 1) + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)
+    left = end - start
+    first, last = start + warp, end - 1
+    page = _load_page(block_table, seq, table_stride, first, end, BLOCK_SIZE)
+    k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
+    v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+    if QUANTIZED:
+        ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+        vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+    gdc_wait()
+    if is_last_piece & (left <= STEP):  # the newest token is in this tile: again
         k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
         v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
         if QUANTIZED:
             ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
             vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-        token_in_tile = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)
-        # Finite, because a warp may have no token; probabilities of INT8 are shifted to at most 2^8 (see _kernels).
-        maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
-        normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
-        acc = gl.zeros([W, D, 8], gl.float32, MMA)
-        for _ in range(gl.cdiv(end - start, STEP)):
-            score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
-            live = gl.expand_dims(first, 1) + token_in_tile < end
-            first += STEP
-            page = next_page
-            next_page = gl.load(table + gl.minimum(first + STEP, last) // BLOCK_SIZE)
-            k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
-            if QUANTIZED:
-                score *= gl.expand_dims(ks * qk_scale, 2)
-                ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-            else:
-                score *= qk_scale
-            score = gl.where(gl.expand_dims(live, 2), score, float("-inf"))
-            new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
-            correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
-            p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
-            maximum = new_maximum
-            normaliser = normaliser * correction + p
-            if QUANTIZED:
-                p *= gl.expand_dims(vs, 2)
-                vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-            p = gl.convert_layout(p.to(dtype), B)
-            acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
-            v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+    query = _load_query(q, seq, q_stride_token, q_stride_head, kv_head, W, D, GROUP, QUANTIZED, Q, B)
+    bias = gl.zeros([W, 16, 8], gl.float32, MMA)
+    if QUANTIZED:  # what the bias of K adds to every score, subtracted in advance: -1152 · Σ q
+        bias = mma_v2(gl.full([W, 16, D], -1152.0, dtype, A), query, bias)
+    # Finite, because a warp may have no token; probabilities of INT8 are shifted to at most 2^8 (see _kernels).
+    maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
+    normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
+    acc = gl.zeros([W, D, 8], gl.float32, MMA)
 
-        # The warps of the program add up.
-        top = gl.max(gl.convert_layout(maximum, EACH), 0)
-        weight = gl.exp2(maximum - gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(1, MMA))), 0))
-        total = gl.sum(gl.convert_layout(gl.sum(normaliser, 1) * weight, EACH), 0)
-        result = gl.sum(gl.convert_layout(acc * gl.expand_dims(weight, 1), SUM), 0)
-        result = gl.reshape(gl.permute(result, (1, 0)), [8, X, D // X // 8, 8])  # rows were (x, e, g)
-        result = gl.convert_layout(gl.reshape(gl.permute(result, (0, 1, 3, 2)), [8, D]), OUT)
-        result = result / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, OUT)), 1)
-        out_head = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, OUT)), 1)
-        out_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, OUT)), 0)
-        live = out_head + 0 * out_dim < GROUP
-        out_group = out + seq.to(gl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
-        if pieces == 1:
-            gl.store(out_group + out_head * out_stride_head + out_dim, result.to(out.dtype.element_ty), mask=live)
+    # Loads are a tile ahead of the products, and page ids two, also where the next tile is that of another item.
+    ahead, seq, start, end = _advance(items, item, stop, seq, start, end, STEP)
+    page = _load_page(block_table, seq, table_stride, start + warp, end, BLOCK_SIZE)
+    for _ in range(steps):
+        score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
+        first, last, this_page = start + warp, end - 1, page
+        k = _load_tile(k_cache, first, this_page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
+        ahead, seq, start, end = _advance(items, ahead, stop, seq, start, end, STEP)
+        page = _load_page(block_table, seq, table_stride, start + warp, end, BLOCK_SIZE)
+        if QUANTIZED:
+            score *= gl.expand_dims(ks * qk_scale, 2)
+            ks = _load_scales(k_scale, first, this_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
         else:
-            row = (item * KV_HEADS + kv_head) * GROUP
-            gl.store(partial + row.to(gl.int64) * D + (out_head * D + out_dim), result, mask=live)
-            column = gl.arange(0, 8, gl.SliceLayout(0, EACH))
-            gl.store(lse + row + column, top + gl.log2(total), mask=column < GROUP)
+            score *= qk_scale
+        score = gl.where(gl.expand_dims(token < left, 2), score, float("-inf"))
+        new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
+        correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
+        p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
+        maximum = new_maximum
+        normaliser = normaliser * correction + p
+        if QUANTIZED:
+            p *= gl.expand_dims(vs, 2)
+            vs = _load_scales(v_scale, first, this_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+        p = gl.convert_layout(p.to(dtype), B)
+        acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
+        v = _load_tile(v_cache, first, this_page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+
+        left -= STEP
+        if left <= 0:
+            done = gl.load(items + item * ITEM)
+            pieces = gl.load(items + item * ITEM + 4)
+            # The warps of the program add up.
+            top = gl.max(gl.convert_layout(maximum, EACH), 0)
+            weight = gl.exp2(
+                maximum - gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(1, MMA))), 0)
+            )
+            total = gl.sum(gl.convert_layout(gl.sum(normaliser, 1) * weight, EACH), 0)
+            result = gl.sum(gl.convert_layout(acc * gl.expand_dims(weight, 1), SUM), 0)
+            result = gl.reshape(gl.permute(result, (1, 0)), [8, X, D // X // 8, 8])  # rows were (x, e, g)
+            result = gl.convert_layout(gl.reshape(gl.permute(result, (0, 1, 3, 2)), [8, D]), OUT)
+            result = result / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, OUT)), 1)
+            out_head = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, OUT)), 1)
+            out_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, OUT)), 0)
+            live = out_head + 0 * out_dim < GROUP
+            out_group = out + done.to(gl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
+            if pieces == 1:
+                gl.store(out_group + out_head * out_stride_head + out_dim, result.to(out.dtype.element_ty), mask=live)
+            else:
+                row = (item * KV_HEADS + kv_head) * GROUP
+                gl.store(partial + row.to(gl.int64) * D + (out_head * D + out_dim), result, mask=live)
+                column = gl.arange(0, 8, gl.SliceLayout(0, EACH))
+                gl.store(lse + row + column, top + gl.log2(total), mask=column < GROUP)
+            item += 1
+            following = items + gl.minimum(item, stop - 1) * ITEM
+            left = gl.load(following + 2) - gl.load(following + 1)
+            query = _load_query(
+                q, gl.load(following), q_stride_token, q_stride_head, kv_head, W, D, GROUP, QUANTIZED, Q, B
+            )
+            if QUANTIZED:
+                bias = gl.zeros([W, 16, 8], gl.float32, MMA)
+                bias = mma_v2(gl.full([W, 16, D], -1152.0, dtype, A), query, bias)
+            maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
+            normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
+            acc = gl.zeros([W, D, 8], gl.float32, MMA)
 
     if FUSED_MERGE:
         debug_barrier()  # every thread's parts are written before one of them announces them

@@ -112,7 +112,7 @@ class PagedV2SplitBackend(AttentionBackend):
             N=self.tile,
             num_warps=self.num_warps,
             num_stages=1 if self.quantized else 3,
-            maxnreg=self.max_registers,
+            maxnreg=168 if fused_merge and not self.quantized and context.head_dim <= 128 else self.max_registers,
             launch_pdl=self.pdl,
         )
         if not fused_merge:
@@ -157,17 +157,19 @@ def paged_v2_split_kernel(
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
+    share = shares + program * SHARE
+    begin = tl.load(share)
+    stop = tl.load(share + 1)
+    seq = tl.load(share + 2)
+    start = tl.load(share + 3)
+    end = tl.load(share + 4)
+    pieces = tl.load(share + 6)
     if PDL:
         if not FUSED_MERGE:
             gdc_launch_dependents()
         gdc_wait()
-    begin = tl.load(shares + program * SHARE)
-    stop = tl.load(shares + program * SHARE + 1)
+    cut = False
     for item in range(begin, stop):
-        seq = tl.load(items + item * ITEM)
-        start = tl.load(items + item * ITEM + 1)
-        end = tl.load(items + item * ITEM + 2)
-        pieces = tl.load(items + item * ITEM + 4)
         q_group = q + seq.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
         out_group = out + seq.to(tl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
         block_row = block_table + seq.to(tl.int64) * table_stride
@@ -223,25 +225,29 @@ def paged_v2_split_kernel(
             row = (item * KV_HEADS + kv_head) * GROUP
             store_heads(partial + row.to(tl.int64) * D, D, acc, GROUP, D)
             tl.store(lse + row + head, maximum + tl.log2(normaliser), mask=head < GROUP)
+            cut = True
+        seq = tl.load(items + (item + 1) * ITEM)
+        start = tl.load(items + (item + 1) * ITEM + 1)
+        end = tl.load(items + (item + 1) * ITEM + 2)
+        pieces = tl.load(items + (item + 1) * ITEM + 4)
 
-    if FUSED_MERGE:
-        tl.debug_barrier()  # every thread's parts are written before one of them announces them
-        begin = tl.load(shares + program * SHARE)  # again: two registers less in the loop above
-        stop = tl.load(shares + program * SHARE + 1)
-        for item in range(begin, stop, tl.maximum(stop - 1 - begin, 1)):  # the first and the last
-            seq = tl.load(items + item * ITEM)
-            first = tl.load(items + item * ITEM + 3)
-            pieces = tl.load(items + item * ITEM + 4)
-            if pieces > 1:
-                counter = arrived + seq * KV_HEADS + kv_head
-                if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
-                    tl.store(counter, 0)
-                    out_group = out + seq.to(tl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
-                    dim = tl.arange(0, D)
-                    for g in range(GROUP):
-                        row = (first * KV_HEADS + kv_head) * GROUP + g
-                        merged = merge_pieces(partial, lse, row, pieces, KV_HEADS * GROUP, dim, D, P=8)
-                        store_heads(out_group + g * out_stride_head, 0, merged[None, :], 1, HEAD_DIM)
+    if FUSED_MERGE:  # noqa: SIM102 (a constant)
+        if cut:
+            tl.debug_barrier()  # every thread's parts are written before one of them announces them
+            for item in range(begin, stop, tl.maximum(stop - 1 - begin, 1)):  # the first and the last
+                seq = tl.load(items + item * ITEM)
+                first = tl.load(items + item * ITEM + 3)
+                pieces = tl.load(items + item * ITEM + 4)
+                if pieces > 1:
+                    counter = arrived + seq * KV_HEADS + kv_head
+                    if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
+                        tl.store(counter, 0)
+                        out_group = out + seq.to(tl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
+                        dim = tl.arange(0, D)
+                        for g in range(GROUP):
+                            row = (first * KV_HEADS + kv_head) * GROUP + g
+                            merged = merge_pieces(partial, lse, row, pieces, KV_HEADS * GROUP, dim, D, P=8)
+                            store_heads(out_group + g * out_stride_head, 0, merged[None, :], 1, HEAD_DIM)
 
 
 @hookimpl

@@ -167,9 +167,11 @@ def norm_rope_store_kernel(
     HEADS: tl.constexpr,  # of one program; all are q heads, all k heads or all v heads
     QUANTIZED: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,  # whether the next kernel may start beside this one
 ):
-    if PDL:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
         tl.extra.cuda.gdc_wait()
     groups: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) // HEADS
     token = (tl.program_id(0) // groups).to(tl.int64)
@@ -207,6 +209,9 @@ def norm_rope_store_kernel(
 
 ROWS = 16  # vectors of K and of V that one program stores
 MAX_HEADS, HEADS_PER_WARP = 8, 2  # of one program that normalises, rotates and stores
+#: From more tokens on, the product before keeps 200 KB of shared memory on every multiprocessor. Attention that started
+#: beside it would read K and V through what is left of the L1 cache, for as long as it runs.
+EARLY_TOKENS = 32
 launch_store, launch_norm_rope_store = Launcher(store_kernel), Launcher(norm_rope_store_kernel)
 
 
@@ -262,6 +267,7 @@ def norm_rope_store(
     fused = qkv.new_empty(num_tokens, out_heads, head_dim)
     heads = largest_power_of_two(math.gcd(q_heads, kv_heads), MAX_HEADS)
     token_stride = qkv.stride(0)
+    early = num_tokens <= EARLY_TOKENS
 
     def constants() -> dict[str, Any]:
         pdl = supports_pdl(qkv)
@@ -276,6 +282,7 @@ def norm_rope_store(
             "HEADS": heads,
             "QUANTIZED": quantized,
             "PDL": pdl,
+            "EARLY": pdl and early,
             "num_warps": max(1, heads // HEADS_PER_WARP),
             "launch_pdl": pdl,
         }
@@ -285,7 +292,7 @@ def norm_rope_store(
             num_tokens * (total_heads // heads),
             (qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, fused)
             + (layer.k, layer.v, layer.k_scale, layer.v_scale),
-            (q_heads, kv_heads, head_dim, block_size, token_stride),
+            (q_heads, kv_heads, head_dim, block_size, token_stride, early),
             constants,
         )
     q, k = fused[:, :q_heads], fused[:, q_heads : q_heads + kv_heads]

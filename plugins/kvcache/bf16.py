@@ -79,7 +79,7 @@ def nanoserve_kvcache(register) -> None:
         KVCacheSpec(
             name=BF16KVCache.name,
             summary="unquantised, in the compute dtype unless dtype is set",
-            capabilities=Capabilities(dtypes=frozenset(DTYPES)),
+            capabilities=Capabilities(dtypes=frozenset(DTYPES), cuda_graph=True),
             config=BF16Config,
             factory=BF16KVCache,
         )

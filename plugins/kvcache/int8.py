@@ -105,7 +105,7 @@ def nanoserve_kvcache(register) -> None:
         KVCacheSpec(
             name=Int8KVCache.name,
             summary="INT8 with an fp16 scale per token and KV head; about half the bytes of bf16",
-            capabilities=Capabilities(dtypes=frozenset({"float32", "float16", "bfloat16"})),
+            capabilities=Capabilities(dtypes=frozenset({"float32", "float16", "bfloat16"}), cuda_graph=True),
             config=Int8Config,
             factory=Int8KVCache,
         )

@@ -87,10 +87,16 @@ def compile_case(
 
 
 def count_shared_memory_between_products(sass: list[str]) -> int:
-    products = [i for i, line in enumerate(sass) if "HMMA" in line]
-    if not products:
-        return 0
-    return sum(any(op in line for op in ("BAR", "LDS", "STS")) for line in sass[products[0] : products[-1]])
+    """Within stretches without a branch: at the end of an item q does pass through shared memory."""
+    count, since_product = 0, None
+    for line in sass:
+        if "BRA" in line:
+            since_product = None
+        elif "HMMA" in line:
+            count, since_product = count + (since_product or 0), 0
+        elif since_product is not None:
+            since_product += any(op in line for op in ("BAR", "LDS", "STS"))
+    return count
 
 
 def compile_in_subprocess(capability: int, names: list[str]) -> dict[str, dict[str, dict[str, Any]]]:

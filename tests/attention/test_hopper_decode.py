@@ -5,12 +5,33 @@ import torch
 
 from nanoserve.registry import Registry
 from nanoserve.testing import AttentionBackendSuite
-from nanoserve.testing.attention import make_context
+from nanoserve.testing.attention import make_case, make_context
+from nanoserve.testing.kvcache import tensors
 from nanoserve_plugins.attention.hopper_decode import HopperDecodeBackend, HopperDecodeConfig
 
 
 class TestHopperDecode(AttentionBackendSuite):
     backend = "hopper_decode"
+
+    def test_waits_for_the_newest_token(self, kv_format: str) -> None:
+        """Older tokens are loaded before the kernel that stores the newest has ended."""
+        context = self.make_context(kv_format)
+        backend = self.build(context)
+        case = make_case(context, [1, 2, 16, 17, 64, 65, 129, 200, 0, 33])
+        case.plan(backend)
+        kv, (layer, *_) = context.kv, context.kv.layers
+        live = [i for i, n in enumerate(case.context_lens) if n]
+        slots = case.meta.slot_mapping[live]
+        block, row = slots.long() // context.block_size, slots.long() % context.block_size
+        for _ in range(5):
+            for tensor in tensors(layer):
+                tensor[block, :, row] = float("nan") if tensor.is_floating_point() else 127
+            shape = (2, len(live), context.num_kv_heads, context.head_dim)
+            k, v = torch.randn(shape, dtype=context.dtype, device=slots.device)
+            out = torch.full_like(case.q, float("nan"))
+            kv.store(layer, k, v, slots)
+            backend.decode(case.q, layer, case.meta, out)
+            self.assert_right(out[live], case.expected()[live])
 
 
 class TestHopperDecodeInPieces(AttentionBackendSuite):

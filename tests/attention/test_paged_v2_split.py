@@ -50,11 +50,11 @@ def test_plan_cuts_the_batch_evenly(context_lens: list[int], programs: int, step
     work.plan(DecodeMetadata(len(lens), lens, lens, lens, (), 0), programs, step)
     total = sum(-(-n // step) for n in context_lens)
     chunk = max(1, -(-total // programs))
-    shares = [tuple(row) for row in work.shares[:, :7].tolist()]
+    shares = [tuple(row) for row in work.shares.tolist()]
     items = [tuple(row[:5]) for row in work.items[: max(stop for _, stop, *_ in shares)].tolist()]
     done = [item for begin, stop, *_ in shares for item in range(begin, stop)]
     assert done == list(range(len(items)))
-    assert all(tuple(copy) == items[begin] for begin, stop, *copy in shares if begin < stop)
+    assert all(tuple(copy) == items[begin] for begin, stop, *copy, _ in shares if begin < stop)
     covered: dict[int, list[tuple[int, int]]] = {}
     for seq, start, end, first, pieces in items:
         covered.setdefault(seq, []).append((start, end))
@@ -68,6 +68,7 @@ def test_plan_cuts_the_batch_evenly(context_lens: list[int], programs: int, step
         assert work.splits[seq, 1] == len(spans)
     loads = [sum(-(-(end - start) // step) for _, start, end, _, _ in items[begin:stop]) for begin, stop, *_ in shares]
     assert all(load <= chunk for load in loads) and sum(loads) == total
+    assert [steps for begin, stop, *_, steps in shares if begin < stop] == [load for load in loads if load]
 
 
 @given(st.integers(1, 400), st.integers(1, 300))

@@ -1,0 +1,311 @@
+"""Matrix products of 33 to 256 tokens on Hopper, in Gluon: what a decode step of a large batch does beside attention.
+
+None of a layer's products lasts longer than a few microseconds, so a good part of each is the way in and out:
+
+* All that a program can hold of its rows of W is on its way to shared memory (TMA) before it waits for the kernel ahead
+  of it (programmatic dependent launch). Then only x is missing, and the next kernel is being launched already.
+* x is operand A of wgmma and W operand B, so that a program may own few rows of W. x is read once per column of tiles;
+  from 65 tokens on these reads, out of the L2, are the limit.
+* Where N / 64 programs are few, a cluster of ``split`` programs shares a tile, each with a part of K. Their partial
+  sums pass through global memory, that is the L2, on either side of a cluster barrier; then each program finishes its
+  share of the rows. (Triton 3.6 cannot convert layouts through distributed shared memory.)
+
+SwiGLU's gate and the residual add happen to the sums before they are stored. A launch costs the host several times what
+cuBLAS's does, two TMA descriptors included: worth it in CUDA graphs. Figures and what failed: NOTES.md.
+
+For compute capability 9.0 alone: compiling for another one aborts the process.
+"""
+
+# mypy: disable-error-code="assignment, var-annotated"
+# (tuples of accumulators grow in the kernel)
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# A name and the shape of a cluster's barriers changed between Triton 3.6 and 3.9.
+RENAMED = "async_load" in tma.__all__
+tma_load = tma.async_load if RENAMED else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _load_x(tiles, ring, chunk: gl.constexpr, row, first_k):
+    ready, buffers = ring
+    stage: gl.constexpr = chunk % buffers.shape[0]
+    tma_load(tiles, [row, first_k + chunk * buffers.shape[2]], ready.index(stage), buffers.index(stage))
+
+
+@gluon.jit
+def _load_w(tiles, ring, chunk: gl.constexpr, row, first_k, PARTS: gl.constexpr, PART_ROWS: gl.constexpr):
+    ready, buffers = ring
+    stage: gl.constexpr = chunk % (buffers.shape[0] // PARTS)
+    for part in gl.static_range(PARTS):
+        at = [row + part * PART_ROWS, first_k + chunk * buffers.shape[2]]
+        tma_load(tiles, at, ready.index(stage), buffers.index(stage * PARTS + part))
+
+
+@gluon.jit
+def _cluster_barrier():
+    """Global stores of every thread of the cluster before it are visible to all of them after it."""
+    gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;",
+        "=r,~{memory}",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def wgmma_kernel(
+    x_tiles,  # descriptor of [SPLIT * TOKENS, BLOCK_K] boxes, of which each program of a cluster takes its TOKENS
+    w_tiles,  # of [ROWS, BLOCK_K] boxes
+    bias,
+    out,  # [num_tokens, N], or of half the width with SWIGLU
+    partials,  # fp32 [clusters, SPLIT, TOKENS, ROWS]
+    num_tokens,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    TOKENS: gl.constexpr,
+    ROWS: gl.constexpr,  # of W that a program owns; with SWIGLU as many again of up
+    BLOCK_K: gl.constexpr,
+    SPLIT: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+    X_LAYOUT: gl.constexpr,
+    W_LAYOUT: gl.constexpr,
+    BARRIER: gl.constexpr,
+    MMA: gl.constexpr,
+    OUT: gl.constexpr,  # of [TOKENS, ROWS], rows dealt to the cluster
+    BIAS: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    ADD: gl.constexpr,
+):
+    gl.static_assert(SPLIT == 1 or not SWIGLU, "a gate is not a sum over parts of K")
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    PARTS: gl.constexpr = 2 if SWIGLU else 1
+    OUT_N: gl.constexpr = N // PARTS
+    COLUMNS: gl.constexpr = (OUT_N + ROWS - 1) // ROWS
+    CHUNKS: gl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
+    X_BYTES: gl.constexpr = TOKENS * BLOCK_K * 2
+    W_BYTES: gl.constexpr = PARTS * ROWS * BLOCK_K * 2
+    w_buffers = gl.allocate_shared_memory(w_tiles.dtype, [W_STAGES * PARTS, ROWS, BLOCK_K], W_LAYOUT)
+    x_buffers = gl.allocate_shared_memory(x_tiles.dtype, [X_STAGES, SPLIT * TOKENS, BLOCK_K], X_LAYOUT)
+    w_ready = gl.allocate_shared_memory(gl.int64, [W_STAGES, BARRIER[1]], BARRIER[0])
+    x_ready = gl.allocate_shared_memory(gl.int64, [X_STAGES, BARRIER[1]], BARRIER[0])
+    w_ring, x_ring = (w_ready, w_buffers), (x_ready, x_buffers)
+    for i in gl.static_range(W_STAGES):
+        mbarrier.init(w_ready.index(i), count=1)
+    for i in gl.static_range(X_STAGES):
+        mbarrier.init(x_ready.index(i), count=1)
+    fence_async_shared()
+
+    column = gl.program_id(0) % COLUMNS * ROWS
+    token = gl.program_id(0) // COLUMNS * TOKENS
+    first_k = 0
+    x_row = token
+    if SPLIT > 1:
+        # To Triton the cluster has one tile of x, SPLIT * TOKENS high, and one of W that all have: a program's place
+        # in K is ours alone, and the rows that Triton adds are taken off again.
+        rank = gl.inline_asm_elementwise(
+            "mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
+        )
+        first_k = rank * (CHUNKS * BLOCK_K)
+        x_row = token - rank * TOKENS
+    for i in gl.static_range(W_STAGES):
+        mbarrier.expect(w_ready.index(i), W_BYTES)
+    for i in gl.static_range(W_STAGES):
+        _load_w(w_tiles, w_ring, i, column, first_k, PARTS, OUT_N)
+    for i in gl.static_range(X_STAGES):
+        mbarrier.expect(x_ready.index(i), X_BYTES)
+    out_token = token + gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))[:, None]
+    out_column = column + gl.arange(0, ROWS, gl.SliceLayout(0, OUT))[None, :]
+    out_pointers = out + (out_token * OUT_N + out_column)
+    out_mask = (out_token < num_tokens) & (out_column < OUT_N)
+    if BIAS:
+        offset = gl.load(bias + out_column, mask=out_column < OUT_N, other=0.0)
+
+    tl.extra.cuda.gdc_wait()
+    for i in gl.static_range(X_STAGES):
+        _load_x(x_tiles, x_ring, i, x_row, first_k)
+    if ADD:
+        residual = gl.load(out_pointers, mask=out_mask, other=0.0).to(gl.float32)
+    accs = ()
+    for _ in gl.static_range(PARTS):
+        accs = accs + (gl.zeros([SPLIT * TOKENS, ROWS], gl.float32, MMA),)
+    for i in gl.static_range(CHUNKS):
+        mbarrier.wait(w_ready.index(i % W_STAGES), i // W_STAGES & 1)
+        mbarrier.wait(x_ready.index(i % X_STAGES), i // X_STAGES & 1)
+        sums = ()
+        for part in gl.static_range(PARTS):
+            w = w_buffers.index(i % W_STAGES * PARTS + part).permute((1, 0))
+            acc = warpgroup_mma(x_buffers.index(i % X_STAGES), w, accs[part], use_acc=i > 0, is_async=True)
+            sums = sums + (acc,)
+        accs = sums
+        if i > 0 and i - 1 + min(X_STAGES, W_STAGES) < CHUNKS:  # to be refilled: what chunk i - 1 was read from
+            accs = _wait(accs, PARTS)
+            if i - 1 + X_STAGES < CHUNKS:
+                mbarrier.expect(x_ready.index((i - 1) % X_STAGES), X_BYTES)
+                _load_x(x_tiles, x_ring, i - 1 + X_STAGES, x_row, first_k)
+            if i - 1 + W_STAGES < CHUNKS:
+                mbarrier.expect(w_ready.index((i - 1) % W_STAGES), W_BYTES)
+                _load_w(w_tiles, w_ring, i - 1 + W_STAGES, column, first_k, PARTS, OUT_N)
+    accs = _wait(accs, 0)
+    if not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    y = accs[0]
+    if SWIGLU:
+        y = y / (1.0 + gl.exp(-y)) * accs[1]
+    if SPLIT > 1:
+        tile = partials + gl.program_id(0) * (SPLIT * TOKENS * ROWS)
+        row = gl.arange(0, SPLIT * TOKENS, gl.SliceLayout(1, MMA))[:, None]
+        gl.store(tile + (row * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, MMA))[None, :]), y)
+        _cluster_barrier()
+        row = gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))[:, None]
+        share = tile + (row * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, OUT))[None, :])
+        y = gl.zeros([TOKENS, ROWS], gl.float32, OUT)
+        for i in gl.static_range(SPLIT):
+            y += gl.load(share + i * (TOKENS * ROWS), cache_modifier=".cg")
+    else:
+        y = gl.convert_layout(y, OUT)
+    if BIAS:
+        y += offset.to(gl.float32)
+    if ADD:
+        y += residual
+    gl.store(out_pointers, y.to(out.dtype.element_ty), mask=out_mask)
+
+
+@gluon.jit
+def _wait(accs, PENDING: gl.constexpr):
+    if len(accs) == 1:
+        return (warpgroup_mma_wait(PENDING, [accs[0]]),)
+    else:  # noqa: RET505 (Triton wants both branches)
+        return warpgroup_mma_wait(PENDING, [accs[0], accs[1]])
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program does: ``tokens`` (64 or 128) × ``rows`` of W (with SwiGLU of gate and of up), ``block_k`` a step.
+
+    split: programs of a cluster that share a tile's K. x_stages, w_stages: steps of x and of W in shared memory.
+    early: whether the next kernel may be launched at the start, or not before the last product.
+    """
+
+    tokens: int
+    rows: int
+    block_k: int
+    x_stages: int
+    w_stages: int
+    split: int = 1
+    early: bool = True
+
+
+def tile_for(num_tokens: int, n: int, k: int, swiglu: bool) -> Tile | None:
+    """The tile for ``num_tokens`` and W ``[n, k]``; None where cuBLAS is faster or the shape does not fit.
+
+    Measured on an H200 inside whole layers of Qwen3-0.6B, whose largest matrix but lm_head has 2^22.6 elements.
+    """
+    if k % 8 or n % 16 or k > 4096 or n * k >= 2**23:
+        return None
+    if swiglu:
+        if num_tokens <= 64:
+            return Tile(64, 64, 128, 3, 5)
+        if 96 < num_tokens <= 128:
+            return Tile(64, 32, 128, 3, 4)
+        return Tile(64, 64, 64, 4, 5, early=False)
+    if n <= 2048:
+        return Tile(64, 64, 128, 6, 6, split=4) if num_tokens <= 64 else Tile(64, 64, 128, 5, 8, split=2)
+    return Tile(64, 64, 128, 5, 8) if num_tokens <= 128 else Tile(128, 64, 64, 5, 8)
+
+
+@functools.cache
+def layouts(tile: Tile) -> dict[str, Any]:
+    """Constants of the kernel; those of a cluster say which of its programs has what."""
+    bits = range(tile.split.bit_length() - 1)
+    own_rows, shared = [[2**i, 0] for i in bits], [[0, 0] for _ in bits]
+    warps = tile.tokens // 16
+    vector = min(8, tile.tokens * tile.rows // (tile.split * warps * 32))
+    lanes = tile.rows // vector
+    barrier = mbarrier.MBarrierLayout([[2**i if RENAMED else 0] for i in bits])
+    return {
+        "X_LAYOUT": gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=own_rows),
+        "W_LAYOUT": gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=shared),
+        "BARRIER": (barrier, tile.split if RENAMED else 1),
+        "MMA": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tile.rows, 16], own_rows),
+        "OUT": gl.BlockedLayout([1, vector], [32 // lanes, lanes], [warps, 1], [1, 0], own_rows),
+    }
+
+
+def wgmma_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    tile: Tile,
+    *,
+    bias: torch.Tensor | None = None,
+    swiglu: bool = False,
+    add: bool = False,
+) -> torch.Tensor:
+    """``out = f(x Wᵀ + b)``, or ``out += …``; x ``[tokens, in]``, W ``[out, in]``, contiguous, 16-bit, 16-byte aligned.
+
+    swiglu: f is ``silu_and_mul``, and ``out`` half as wide as W is high; without bias.
+    """
+    num_tokens, k = x.shape
+    n = weight.shape[0]
+    if swiglu and bias is not None:
+        raise ValueError("wgmma_linear: SwiGLU takes no bias")
+    clusters = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(out.shape[1], tile.rows)
+    constants = layouts(tile)
+    partials = None
+    if tile.split > 1:
+        size = (clusters, tile.split, tile.tokens, tile.rows)
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    x_box, w_box = [tile.split * tile.tokens, tile.block_k], [tile.rows, tile.block_k]
+    x_tiles = TensorDescriptor(x, [num_tokens, k], [k, 1], x_box, constants["X_LAYOUT"])
+    w_tiles = TensorDescriptor(weight, [n, k], [k, 1], w_box, constants["W_LAYOUT"])
+    chunks = triton.cdiv(k, tile.block_k * tile.split)
+    wgmma_kernel[(clusters,)](
+        x_tiles,
+        w_tiles,
+        bias,
+        out,
+        partials,
+        num_tokens,
+        N=n,
+        K=k,
+        TOKENS=tile.tokens,
+        ROWS=tile.rows,
+        BLOCK_K=tile.block_k,
+        SPLIT=tile.split,
+        X_STAGES=min(tile.x_stages, chunks),
+        W_STAGES=min(tile.w_stages, chunks),
+        EARLY=tile.early,
+        **constants,
+        BIAS=bias is not None,
+        SWIGLU=swiglu,
+        ADD=add,
+        num_warps=tile.tokens // 16,
+        num_ctas=tile.split,
+        launch_pdl=True,
+    )
+    return out

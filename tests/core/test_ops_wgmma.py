@@ -1,0 +1,181 @@
+"""Products of 33 to 256 tokens on Hopper: compiled for a GPU that is not there; right, on one that is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+
+from nanoserve.ops.activation import silu_and_mul_reference
+from nanoserve.ops.linear import linear, linear_add_, norm_swiglu
+from nanoserve.ops.norm import rms_norm_reference
+
+SHAPES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
+
+
+def test_tiles_fit_a_multiprocessor():
+    """Whatever the shape: shared memory of at most 227 KiB, accumulators of at most 128 registers, clusters of 8."""
+    pytest.importorskip("triton")
+    from nanoserve.ops._wgmma import tile_for
+
+    for tokens, (n, k), swiglu in product((33, 64, 65, 96, 97, 128, 129, 256), SHAPES.values(), (False, True)):
+        tile = tile_for(tokens, n, k, swiglu)
+        parts = 2 if swiglu else 1
+        steps = tile.tokens * tile.x_stages + tile.rows * tile.w_stages * parts
+        assert steps * tile.block_k * 2 + 8 * tile.split * (tile.x_stages + tile.w_stages) <= 227 * 1024
+        assert parts * tile.rows <= 128
+        assert tile.split <= 8
+    for n, k in ((4096, 2048), (1024, 1028), (1000, 1024), (64, 8192)):
+        assert tile_for(64, n, k, False) is None
+
+
+def compile_all():
+    """In a subprocess: a report for every tile of Qwen3-0.6B's layer."""
+    from nanoserve.ops._wgmma import tile_for, wgmma_linear
+    from tests.helpers.triton_compile import compile_launches
+
+    def tensor(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype)
+
+    reports, seen = {}, set()
+    for tokens, (name, (n, k)) in product((64, 96, 128, 256), SHAPES.items()):
+        swiglu, add = name == "gate_up", name in ("o", "down")
+        tile = tile_for(tokens, n, k, swiglu)
+        if (name, tile) in seen or (name == "down" and tokens > 64):
+            continue
+        seen.add((name, tile))
+        dtype = torch.float16 if name == "o" else torch.bfloat16
+        out = tensor(tokens, n // 2 if swiglu else n, dtype=torch.float32 if name == "o" else dtype)
+        bias = tensor(n, dtype=dtype) if name == "qkv" else None
+        x, weight = tensor(tokens, k, dtype=dtype), tensor(n, k, dtype=dtype)
+        kernels = compile_launches(
+            lambda x=x, weight=weight, out=out, tile=tile, options={"bias": bias, "swiglu": swiglu, "add": add}: (
+                wgmma_linear(x, weight, out, tile, **options)
+            ),
+            90,
+        )
+        for kernel in kernels:
+            sass = kernel.sass()
+            w_stages = min(tile.w_stages, -(-k // (tile.block_k * tile.split)))
+            reports[f"{name} {tokens}"] = {
+                "stack": kernel.stack,
+                "wgmma": sum("HGMMA" in line for line in sass),
+                "wait": next(i for i, line in enumerate(sass) if "ACQBULK" in line),
+                "loads": [i for i, line in enumerate(sass) if "UTMALDG" in line],
+                "w_stages": w_stages * (2 if swiglu else 1),
+            }
+    return reports
+
+
+def test_kernels_compile_without_spills():
+    """The tensor cores' own instruction, and all that fits of W requested before the wait for the kernel ahead."""
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = json.loads(done.stdout.splitlines()[-1])
+    assert len(reports) == 8
+    for name, report in reports.items():
+        assert report["stack"] == 0, name
+        assert report["wgmma"] > 0, name
+        assert sum(i < report["wait"] for i in report["loads"]) == report["w_stages"], name
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+def randn(*shape, dtype, scale=1.0):
+    return (scale * torch.randn(*shape, device="cuda")).to(dtype)
+
+
+def relative_error(ours, reference):
+    return ((ours.double() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [33, 64, 65, 100, 129, 256])
+def test_products(tokens, dtype):
+    """C50: tails of tokens, of N and of K; memory beyond x and W is NaN; fp16 adds to an fp32 residual."""
+    from nanoserve.ops._wgmma import tile_for, wgmma_linear
+
+    torch.manual_seed(tokens)
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    for n, k in ((4096, 1024), (1024, 3072), (2064, 1032), (48, 72)):
+        padded = randn(tokens + 64, k, dtype=dtype)
+        padded[tokens:] = float("nan")
+        x, bias = padded[:tokens], randn(n, dtype=dtype)
+        padded_weight = randn(n + 64, k, dtype=dtype, scale=k**-0.5)
+        padded_weight[n:] = float("nan")
+        weight = padded_weight[:n]
+        residual = randn(tokens, n, dtype=wide)
+        plain = x.double() @ weight.double().T
+        expected = {
+            "plain": plain,
+            "bias": plain + bias.double(),
+            "add": residual.double() + plain + bias.double(),
+            "swiglu": silu_and_mul_reference(plain),
+        }
+        for name, reference in expected.items():
+            guarded = torch.full((tokens + 64, reference.shape[1]), float("nan"), dtype=wide, device="cuda")
+            out = guarded[:tokens]
+            if name == "add":
+                out.copy_(residual)
+            tile = tile_for(tokens, n, k, name == "swiglu")
+            options = {"bias": bias if name in ("bias", "add") else None, "add": name == "add"}
+            wgmma_linear(x, weight, out, tile, swiglu=name == "swiglu", **options)
+            assert relative_error(out, reference) < torch.finfo(dtype).eps, (name, n, k)
+            assert guarded[tokens:].isnan().all(), (name, n, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("tokens", [40, 128, 200])
+def test_a_layer_in_a_graph(tokens, monkeypatch):
+    """Our kernel serves a capture, and only that; replayed on other values, the graph gives what eager cuBLAS does."""
+    from nanoserve.ops import _wgmma
+
+    dtype, hidden = torch.bfloat16, 1024
+    torch.manual_seed(1)
+    weights = {name: randn(*shape, dtype=dtype, scale=shape[1] ** -0.5) for name, shape in SHAPES.items()}
+    norm_weight = 1 + randn(hidden, dtype=dtype, scale=0.1)
+    x, attended = randn(tokens, hidden, dtype=dtype), randn(tokens, 2048, dtype=dtype)
+    spy = mock.Mock(side_effect=_wgmma.wgmma_linear)
+    monkeypatch.setattr(_wgmma, "wgmma_linear", spy)
+
+    def layer():
+        residual = x.clone()
+        qkv = linear(rms_norm_reference(residual, norm_weight, 1e-6), weights["qkv"])
+        linear_add_(residual, attended, weights["o"])
+        return qkv, linear_add_(residual, norm_swiglu(residual, norm_weight, 1e-6, weights["gate_up"]), weights["down"])
+
+    layer()
+    torch.cuda.synchronize()
+    assert spy.call_count == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = layer()
+    assert spy.call_count == 4
+    x.normal_()
+    attended.normal_()
+    graph.replay()
+    for ours, reference in zip(outputs, layer(), strict=True):
+        assert relative_error(ours, reference.double()) < 2 * torch.finfo(dtype).eps
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all()))
