@@ -8,6 +8,9 @@ asked for, or a chosen YAML is nowhere else; any other entry-point name is impor
 A name belongs to whoever has it first: what ships with nanoserve, then distributions in the order of ``sys.path``. The
 others get a warning, or in strict mode (``NANOSERVE_STRICT_PLUGINS=1``) an error.
 
+The module of an entry point states the version of the contracts that it was written for, as a plain number:
+``NANOSERVE_CONTRACT = 1``. One written for another version is refused with a sentence before it is imported.
+
 Hooks run at start-up only; nothing calls one inside the step loop.
 """
 
@@ -20,6 +23,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from nanoserve.contracts.attention import AttentionSpec
+    from nanoserve.contracts.grammar import GrammarSpec
     from nanoserve.contracts.kvcache import KVCacheSpec
     from nanoserve.contracts.observer import EngineInfo, Observer
     from nanoserve.contracts.policy import PolicySpec
@@ -49,6 +53,11 @@ def nanoserve_scheduler(register: Callable[[SchedulerSpec], None]) -> None:
 @hookspec
 def nanoserve_policy(register: Callable[[PolicySpec], None]) -> None:
     """Call ``register`` once per selection policy. Called when a registry discovers the plugin."""
+
+
+@hookspec
+def nanoserve_grammar(register: Callable[[GrammarSpec], None]) -> None:
+    """Call ``register`` once per grammar compiler. Called when a registry discovers the plugin."""
 
 
 @hookspec

@@ -7,12 +7,17 @@ fault belongs to a plugin and a distribution that a message can name, and everyt
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
+import importlib.util
+import logging
 import os
 import re
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, distributions, entry_points
@@ -20,10 +25,17 @@ from typing import Any
 
 import pluggy
 
+import nanoserve
 from nanoserve import hookspecs
 from nanoserve.config import build, did_you_mean, group_names
+from nanoserve.contracts import CONTRACT_VERSION
 from nanoserve.contracts.capabilities import Capabilities
-from nanoserve.contracts.errors import PluginError
+from nanoserve.contracts.errors import NanoserveError, PluginError
+
+log = logging.getLogger("nanoserve")
+
+#: Seconds after which a log line names the plugin that is still being imported.
+SLOW_IMPORT = 10.0
 
 
 class PluginWarning(UserWarning):
@@ -45,6 +57,7 @@ KINDS = {
     "kvcache": Kind("kv", "nanoserve.contracts.kvcache", "KVCacheSpec", "KVCacheFormat"),
     "scheduler": Kind("scheduler", "nanoserve.contracts.scheduling", "SchedulerSpec", "Scheduler"),
     "policy": Kind("policy", "nanoserve.contracts.policy", "PolicySpec", "SelectionPolicy"),
+    "grammar": Kind("grammar", "nanoserve.contracts.grammar", "GrammarSpec", "GrammarCompiler"),
 }
 OWN_DISTRIBUTION, INLINE = "nanoserve", "(inline)"
 
@@ -198,8 +211,12 @@ class Registry:
         if any(source.entry_point == entry_point for source in self._disabled):
             return PluginError(f"{group}={name} is disabled by NANOSERVE_DISABLE_PLUGINS")
         lost = [str(b.source) for b in self.broken if _promise(b.source.entry_point) is None]
-        hint = f"; these plugins failed to load: {', '.join(lost)}" if lost else ""
-        return PluginError(f"unknown {group} {name!r}; known are: {', '.join(known)}{did_you_mean(name, known)}{hint}")
+        hint = did_you_mean(name, known)
+        if lost:
+            hint += f"; these plugins failed to load: {', '.join(lost)}"
+        elif not hint:
+            hint = f"; if a package brings it, pip install that one (its entry point is called {entry_point})"
+        return PluginError(f"unknown {group} {name!r}; known are: {', '.join(known)}{hint}")
 
     def make_options(self, kind: str, spec: Any, options: Mapping[str, Any]) -> Any:
         """An instance of ``spec.config``. Raises ConfigError that names the key, as the command line spells it."""
@@ -264,7 +281,7 @@ class Registry:
         promised = {s.entry_point for s, e in self._lazy if e.value == entry_point.value}
         self._lazy = [item for item in self._lazy if item[1] is not entry_point]
         allowed = promised if _promise(source.entry_point) else None
-        self._guard(source, lambda: self._register(source, entry_point.load(), allowed))
+        self._guard(source, lambda: self._register(source, _import(source, entry_point), allowed))
 
     def _load_inline(self, plugin: object) -> None:
         number = str(sum(source.distribution == INLINE for source in self._modules) + 1)
@@ -354,6 +371,60 @@ class Registry:
             warnings.warn(message, PluginWarning, stacklevel=2)
 
 
+def _import(source: Source, entry_point: EntryPoint) -> object:
+    """The plugin behind an entry point. Raises PluginError when it was written for other contracts than ours."""
+    with _reported_when_slow(source):
+        if source.distribution != OWN_DISTRIBUTION:
+            _refuse_other_contract(source, _stated_contract(entry_point.module))
+        return entry_point.load()
+
+
+def _stated_contract(module: str) -> Any:
+    """``NANOSERVE_CONTRACT`` of a module, read from its source: one written for other contracts may not import.
+
+    None if it states none, or has no source.
+    """
+    try:
+        spec = importlib.util.find_spec(module)
+        source = None if spec is None or spec.loader is None else spec.loader.get_source(module)  # type: ignore[attr-defined]
+        body = ast.parse(source or "").body
+    except Exception:  # whatever is wrong with the module, its import will say so
+        return None
+    for statement in body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        named = any(isinstance(target, ast.Name) and target.id == "NANOSERVE_CONTRACT" for target in targets)
+        if named and isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Constant):
+            return statement.value.value
+    return None
+
+
+def _refuse_other_contract(source: Source, stated: Any) -> None:
+    if stated is None or stated == CONTRACT_VERSION:
+        return
+    ours = f"nanoserve {nanoserve.__version__} has version {CONTRACT_VERSION}"
+    if type(stated) is not int:
+        raise PluginError(f"its NANOSERVE_CONTRACT is {stated!r}, not the number of a contract version; {ours}")
+    newer = f"upgrade nanoserve, or install an older {source.distribution}"
+    older = f"upgrade {source.distribution}, or install an older nanoserve"
+    raise PluginError(
+        f"it was written for version {stated} of nanoserve's contracts, and {ours}: "
+        + (newer if stated > CONTRACT_VERSION else older)
+    )
+
+
+@contextmanager
+def _reported_when_slow(source: Source) -> Iterator[None]:
+    message = f"plugin {source} is still being imported after {SLOW_IMPORT:g} s; Ctrl-C stops it, "
+    message += f"NANOSERVE_DISABLE_PLUGINS={source.entry_point} skips it"
+    timer = threading.Timer(SLOW_IMPORT, log.warning, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _source(entry_point: EntryPoint) -> Source:
     dist = entry_point.dist
     return Source(entry_point.name, "(unknown)") if dist is None else Source(entry_point.name, dist.name, dist.version)
@@ -383,12 +454,19 @@ def _checked(kind: str, spec: Any, source: Source) -> Any:
     make = spec.factory
 
     def factory(*arguments: Any) -> Any:
-        product = make(*arguments)
+        try:
+            product = make(*arguments)
+        except (NanoserveError, MemoryError):
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise PluginError(f"{kind} {spec.name!r} ({source}): its factory failed: {reason}") from error
         if not isinstance(product, product_class):
             raise PluginError(
                 f"{kind} {spec.name!r} ({source}): its factory returned {type(product).__name__}, "
                 f"not a {KINDS[kind].product}"
             )
+        product.plugin = f"{KINDS[kind].group}={spec.name} of {source.distribution} {source.version}".rstrip()
         return product
 
     return dataclasses.replace(spec, factory=factory)

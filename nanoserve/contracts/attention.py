@@ -2,7 +2,7 @@
 
 A step packs its query tokens as ``[decode tokens | prefill tokens]``. Each phase gets its own metadata, which carries
 device tensors **and** their host twins, so that no backend ever reads a scalar back from the device. K and V of the
-step have been stored in the cache before a backend is called.
+step have been stored in the cache before a backend is called, those of earlier tokens before it plans.
 
 All index tensors are int32 on the compute device. ``block_table[i, j]`` is the block that holds tokens
 ``j * block_size …`` of sequence ``i``; entries past the sequence's last block are unspecified but always a valid id.
@@ -94,9 +94,13 @@ class AttentionBackend:
     """Base class. Implement the phases that the spec's capabilities declare.
 
     ``plan_*`` runs once per step before the first layer, ``prefill`` / ``decode`` once per layer. None may synchronise
-    with the device. ``out`` holds garbage (possibly NaN) and must be written completely (padding rows excepted).
+    with the device. ``out`` holds garbage (possibly NaN) and must be written completely (padding rows excepted); the
+    methods return nothing.
     Results are safe to read in stream order.
     """
+
+    #: What messages call it, as ``attention=NAME of DISTRIBUTION VERSION``; the registry sets it.
+    plugin: str = ""
 
     def __init__(self, context: AttentionContext, options: Any) -> None:
         self.context = context

@@ -46,11 +46,13 @@ class Capabilities:
     min_compute_capability / max_compute_capability: inclusive (major, minor) bounds on the GPU. A kernel that uses
         instructions of one architecture sets both.
     interpretable: a Triton kernel that also runs on CPU tensors when ``TRITON_INTERPRET=1``.
-    cuda_graph: decode may be captured: its launch does not depend on host-side lengths.
+    cuda_graph: decode may be captured: its launch does not depend on host-side lengths. A KV format: its store may.
     needs_finite_cache: reads KV rows that were never written (and masks their scores); the engine then
         zero-initialises the cache, and stale rows must hold finite numbers.
     requires: importable packages without which the component cannot run.
     block_size_multiple_of: the block size must be a multiple of this.
+    full_attention: computes causal attention over the whole context, as its model was trained for. An attention backend
+        that computes something else (a window, a sparse pattern) says False: it runs only when it is chosen by name.
     """
 
     phases: frozenset[Phase] = frozenset()
@@ -65,6 +67,7 @@ class Capabilities:
     block_size_multiple_of: int = 1
     cuda_graph: bool = False
     needs_finite_cache: bool = False
+    full_attention: bool = True
     requires: tuple[str, ...] = field(default=())
 
     def refusals(self, need: Requirements, phase: Phase | None = None) -> list[str]:

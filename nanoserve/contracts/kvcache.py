@@ -64,6 +64,8 @@ class KVCacheFormat(ABC):
     name: str
     #: True when ``gather`` returns exactly what was stored; False for a quantised format.
     exact: bool = True
+    #: What messages call it, as ``kv=NAME of DISTRIBUTION VERSION``; the registry sets it.
+    plugin: str = ""
 
     def __init__(self, shape: KVCacheShape) -> None:
         self.shape = shape

@@ -21,6 +21,7 @@ class EngineInfo:
     block_size: int
     num_blocks: int
     max_model_len: int
+    grammar: str = ""
 
 
 class Observer:

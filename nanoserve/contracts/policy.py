@@ -16,7 +16,8 @@ class SelectionShape:
 
     batch: sequences. num_tokens: query tokens. max_seqlen_q: longest query (1 in decode). max_context: longest
     context in tokens, new tokens included. kv_format: name. compute_capability: (major, minor), None on the CPU.
-    has_prefix: True when some sequence already has computed tokens in the cache.
+    has_prefix: True when some sequence already has computed tokens in the cache. captured: the choice goes into a CUDA
+    graph that serves every context, and max_context is the longest there can be.
     """
 
     batch: int
@@ -26,10 +27,14 @@ class SelectionShape:
     kv_format: str
     compute_capability: tuple[int, int] | None
     has_prefix: bool = False
+    captured: bool = False
 
 
 class SelectionPolicy(ABC):
     """Chooses among the backends that have already accepted the engine's requirements."""
+
+    #: What messages call it, as ``policy=NAME of DISTRIBUTION VERSION``; the registry sets it.
+    plugin: str = ""
 
     @abstractmethod
     def select(self, phase: Phase, shape: SelectionShape, candidates: tuple[str, ...]) -> str:

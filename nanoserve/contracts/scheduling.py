@@ -8,7 +8,8 @@ to a plugin is policy: the order of the queues, the budgets, the victims.
 Steps overlap: ``schedule()`` may be called while one step is in flight. So progress (``num_computed_tokens``, blocks)
 is advanced when a step is scheduled, token values arrive at ``commit``, and the blocks of a sequence that ends or is
 preempted while in flight are freed only when its last step has been committed (until then ``releasing`` is True).
-No torch here: everything is Python integers and lists, and deterministic.
+No torch here: everything is Python numbers and lists, and deterministic: a scheduler that cares for time reads
+``Scheduler.now``, never a clock of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Sequence(Protocol):
     max_num_tokens: num_tokens never exceeds it (prompt + max_tokens, cropped to context length and pool).
     block_table: blocks it holds, in order; empty for a new or preempted sequence.
     in_flight: scheduled steps not yet committed. releasing: its blocks are freed once in_flight is 0; not schedulable.
-    num_preemptions, priority (lower is more urgent), arrival_time (seconds, monotonic clock).
+    num_preemptions, priority (any integer, 0 by default, lower is more urgent), arrival_time (seconds, on the clock of
+    ``Scheduler.now``).
     """
 
     request_id: str
@@ -135,7 +137,13 @@ class Scheduler(ABC):
 
     ``waiting`` holds sequences whose known tokens are not all scheduled, ``running`` those that decode. Between calls
     every unfinished sequence is in exactly one of them, except that ``schedule`` may rebuild both.
+
+    now: seconds; what time it is, on the clock of ``arrival_time``. The caller sets it before each ``schedule``: an
+    engine from the machine's monotonic clock, a simulator from its own. It never goes back.
     """
+
+    #: What messages call it, as ``scheduler=NAME of DISTRIBUTION VERSION``; the registry sets it.
+    plugin: str = ""
 
     def __init__(self, options: Any, limits: SchedulerLimits, blocks: Blocks) -> None:
         self.options = options
@@ -144,6 +152,7 @@ class Scheduler(ABC):
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.num_preemptions = 0
+        self.now = 0.0
 
     @abstractmethod
     def schedule(self) -> Schedule:

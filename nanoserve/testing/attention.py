@@ -29,6 +29,9 @@ from nanoserve.registry import Registry
 from nanoserve.testing.kvcache import huge_layer, snapshot, tensors
 from nanoserve.testing.plugins import compute_capability, default_device, discover
 
+#: (q, k, v, scale) → out, of one sequence: what a backend computes, in float64; see :func:`reference_attention`.
+Reference = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
 #: Largest ‖out − reference‖ / ‖reference‖, per compute dtype; a single token may deviate three times as much.
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 
@@ -162,7 +165,10 @@ def _padded(tables: Sequence[Sequence[int]]) -> list[list[int]]:
 
 @dataclass
 class AttentionCase:
-    """Inputs of one call. k, v ``[tokens, kv_heads, head_dim]``: a prefill's fresh ones, as the cache holds them."""
+    """Inputs of one call. k, v ``[tokens, kv_heads, head_dim]``: a prefill's fresh ones, as the cache holds them.
+
+    reference: the oracle; None is :func:`reference_attention`.
+    """
 
     context: AttentionContext
     phase: Phase
@@ -173,6 +179,7 @@ class AttentionCase:
     meta: Any
     k: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     v: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    reference: Reference | None = None
 
     def run(self, backend: AttentionBackend, layer: int = 0, fill: float = float("nan")) -> torch.Tensor:
         """Plan and attend; returns ``[tokens, q_heads, head_dim]``. ``fill`` is what the output buffer held before."""
@@ -195,14 +202,14 @@ class AttentionCase:
     def expected(self, layer: int = 0, sequences: Iterable[int] | None = None) -> torch.Tensor:
         """The oracle's float64 ``[tokens, q_heads, head_dim]`` of all sequences or some; padding rows are 0."""
         kv, device = self.context.kv, self.context.device
-        starts = _starts(self.query_lens)
+        starts, reference = _starts(self.query_lens), self.reference or reference_attention
         rows = []
         for i in range(len(self.query_lens)) if sequences is None else sequences:
             q = self.q[starts[i] : starts[i + 1]]
             slots = slots_of(self.block_tables[i], range(self.context_lens[i]), self.context.block_size)
             if slots:
                 k, v = kv.gather(kv.layers[layer], torch.tensor(slots, device=device))
-                rows.append(reference_attention(q, k, v, self.context.scale))
+                rows.append(reference(q, k, v, self.context.scale))
             else:
                 rows.append(torch.zeros_like(q, dtype=torch.float64))
         return torch.cat(rows)
@@ -245,9 +252,13 @@ def make_case(
     *,
     seed: int = 0,
     blocks: Sequence[int] | None = None,
+    reference: Reference | None = None,
 ) -> AttentionCase:
     """Store random K and V of whole contexts in every layer, in shuffled ``blocks`` (default: the pool), and ask for
-    the last ``query_lens[i]`` tokens of each (prefill), or, without ``query_lens``, for the last one (decode)."""
+    the last ``query_lens[i]`` tokens of each (prefill), or, without ``query_lens``, for the last one (decode).
+
+    reference: what the oracle computes, if it is not attention to the whole context.
+    """
     kv, block_size, device = context.kv, context.block_size, context.device
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -273,26 +284,37 @@ def make_case(
         q = normal(context.num_q_heads, len(context_lens))
         ones = [1] * len(context_lens)
         meta = decode_metadata(context_lens, tables, block_size, device)
-        return AttentionCase(context, "decode", ones, list(context_lens), tables, q, meta)
+        return AttentionCase(context, "decode", ones, list(context_lens), tables, q, meta, reference=reference)
     q = normal(context.num_q_heads, sum(query_lens))
     prefill = prefill_metadata(query_lens, context_lens, tables, block_size, device)
     k, v = kv.gather(kv.layers[0], prefill.slot_mapping)
     case = AttentionCase(context, "prefill", list(query_lens), list(context_lens), tables, q, prefill)
-    return replace(case, k=k.contiguous(), v=v.contiguous())
+    return replace(case, k=k.contiguous(), v=v.contiguous(), reference=reference)
 
 
-def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def reference_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Dense causal attention of one sequence in float64.
 
     q ``[n, q_heads, head_dim]`` are the last n of the context's tokens; k, v ``[context, kv_heads, head_dim]``.
+    visible: (positions of queries ``[n, 1]``, of keys ``[context]``) → bool ``[n, context]``: which keys of its past a
+    query sees, if not all.
     """
     n, num_q_heads, _ = q.shape
     context, num_kv_heads, _ = k.shape
     grouped = q.double().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, n, head_dim]
     keys, values = (x.double().transpose(0, 1).unsqueeze(1) for x in (k, v))  # [kv_heads, 1, context, head_dim]
     positions = torch.arange(context, device=q.device)
-    future = positions > positions[context - n :, None]
-    scores = (grouped @ keys.transpose(-1, -2) * scale).masked_fill(future, -torch.inf)
+    queries = positions[context - n :, None]
+    hidden = positions > queries
+    if visible is not None:
+        hidden = hidden | ~visible(queries, positions)
+    scores = (grouped @ keys.transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf)
     return (scores.softmax(-1) @ values).permute(2, 0, 1, 3).reshape(n, num_q_heads, -1)
 
 
@@ -324,13 +346,26 @@ def _num_blocks(kv: KVCacheFormat) -> int:
     return kv.layers[0].k.shape[0]
 
 
-class _NoScalarReads(TorchDispatchMode):
-    """Fails on what would wait for a device: reading a scalar, or an output whose size depends on data (spec A2)."""
+class NoScalarReads(TorchDispatchMode):
+    """Fails on what would wait for a device: reading a scalar, or an output whose size depends on data (spec A2).
+
+    ``tolist`` and ``cpu`` of a tensor on the CPU cannot be seen here; on a GPU, CUDA itself reports them.
+    """
 
     FORBIDDEN = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero"})
 
+    supports_higher_order_operators = True  # flex_attention is one
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What torch.compile makes of a backend is not looked into; under other modes it refuses to run."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.name() not in self.FORBIDDEN, f"{func.name()} waits for the device"
+        # torch.compile passes a Python float as a float64 scalar on the host, and nothing else here is float64.
+        number = func.name() == "aten::_local_scalar_dense" and args[0].dtype == torch.float64
+        by_mask = func.name() == "aten::index.Tensor" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        assert number or not (by_mask or func.name() in self.FORBIDDEN), f"{func.name()} waits for the device"
         return func(*args, **(kwargs or {}))
 
 
@@ -343,12 +378,21 @@ class AttentionBackendSuite:
     Runs on the GPU if there is one and the backend takes it, else on the CPU (a Triton kernel with
     ``TRITON_INTERPRET=1``, on smaller inputs). plugins: modules with hooks that no entry point announces.
     options: the backend's options, other than the defaults. tolerances: overrides of TOLERANCES per dtype.
+
+    A backend that computes something else than attention to the whole context overrides :meth:`reference`.
     """
 
     backend: str
     plugins: tuple[Any, ...] = ()
     options: dict[str, Any] = {}
     tolerances: dict[torch.dtype, float] = {}
+
+    def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """What the backend should compute for one sequence, in float64: the oracle of every test.
+
+        q ``[n, q_heads, head_dim]`` are the last n of the context's tokens; k, v ``[context, kv_heads, head_dim]``.
+        """
+        return reference_attention(q, k, v, scale)
 
     # -- what is declared ---------------------------------------------------------------------------------------------
 
@@ -448,7 +492,7 @@ class AttentionBackendSuite:
     ) -> AttentionCase:
         """lens: (query length, context length) per sequence; decode takes the contexts only."""
         queries = [q for q, _ in lens] if phase == "prefill" else None
-        return make_case(context, [k for _, k in lens], queries, **kwargs)
+        return make_case(context, [k for _, k in lens], queries, reference=self.reference, **kwargs)
 
     def check(self, case: AttentionCase, backend: AttentionBackend | None = None, what: str = "") -> torch.Tensor:
         """Run, compare with the oracle, return the output."""
@@ -523,7 +567,7 @@ class AttentionBackendSuite:
         context = self.make_context(kv_format)
         backend = self.build(context)
         lens = [19, 8, 5]
-        whole = make_case(context, lens, lens)
+        whole = self.make_case(context, "prefill", [(n, n) for n in lens])
         expected = whole.expected()
         one_pass = whole.run(backend)
         self.assert_right(one_pass, expected, "one pass")
@@ -545,7 +589,7 @@ class AttentionBackendSuite:
             pytest.skip("prefill only")
         context = self.make_context(kv_format)
         contexts = [20, 0, 1, 0, 33, 0, 0]
-        case = make_case(context, contexts)
+        case = self.make_case(context, "decode", [(1, n) for n in contexts])
         out, expected = case.run(self.build(context)), case.expected()
         live = [i for i, n in enumerate(contexts) if n]
         self.assert_right(out[live], expected[live])
@@ -605,8 +649,8 @@ class AttentionBackendSuite:
         context = self.make_context(kv_format)
         backend = self.build(context)
         case = self.make_case(context, phase, self.mixed)
+        case.run(backend)  # compiles kernels, which may synchronise
         if self.device == "cuda":
-            case.run(backend)  # compiles kernels, which may synchronise
             mode = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -614,7 +658,7 @@ class AttentionBackendSuite:
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         else:
-            with _NoScalarReads():
+            with NoScalarReads():
                 case.run(backend)
 
     def test_high_block_ids(self, phase: Phase, kv_format: str) -> None:
@@ -637,7 +681,7 @@ class AttentionBackendSuite:
         context = self.make_context(kv_format, max_model_len=256)
         backend = self.build(context)
         contexts = [20, 0, 1, 33, 0]
-        case = make_case(context, contexts)
+        case = self.make_case(context, "decode", [(1, n) for n in contexts])
         case.meta.context_lens_cpu, case.meta.max_context_len = (256,) * len(contexts), 256
         live = [i for i, n in enumerate(contexts) if n]
         self.assert_right(case.run(backend)[live], case.expected()[live])
@@ -664,7 +708,7 @@ class AttentionBackendSuite:
         with torch.cuda.graph(graph):
             step()
         for contexts in ([5, 0, 300, 17, 1, 0, 0, 64], [400, 2, 16, 15, 31, 90, 1, 1], [1, 1, 0, 0, 0, 0, 0, 0]):
-            case = make_case(context, contexts, seed=len(contexts) + contexts[0])
+            case = self.make_case(context, "decode", [(1, n) for n in contexts], seed=len(contexts) + contexts[0])
             width = min(case.meta.block_table.shape[1], static.meta.block_table.shape[1])
             static.q.copy_(case.q)
             static.meta.context_lens.copy_(case.meta.context_lens)

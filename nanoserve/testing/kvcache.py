@@ -358,3 +358,22 @@ class KVCacheFormatSuite:
                 kv.gather(kv.layers[0], valid)
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
+
+    def test_store_can_be_captured_if_declared(self) -> None:
+        if self.device != "cuda" or not self.spec.capabilities.cuda_graph:
+            pytest.skip("needs a CUDA device" if self.device != "cuda" else "does not declare cuda_graph")
+        eager, captured = self.build(), self.build()
+        k, v = self.normal(eager, 6)
+        slots = self.slots(eager, [5, -1, 40, 41, -1, 7])
+        captured.store(captured.layers[0], k, v, torch.full_like(slots, -1))  # kernels compile
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        target = torch.full_like(slots, -1)
+        with torch.cuda.graph(graph):
+            captured.store(captured.layers[0], k, v, target)
+        for values in (slots, slots.flip(0)):
+            target.copy_(values)
+            graph.replay()
+            eager.store(eager.layers[0], k, v, values)
+            for a, b in zip(tensors(captured.layers[0]), tensors(eager.layers[0]), strict=True):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

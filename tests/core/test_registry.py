@@ -26,6 +26,7 @@ BUILT_IN = {
     "kvcache": {"bf16", "int8"},
     "scheduler": {"decode_first", "prefill_first"},
     "policy": {"auto"},
+    "grammar": {"llguidance"},
 }
 
 
@@ -304,7 +305,7 @@ def test_config_paths_of_third_parties(distributions: Distributions) -> None:
         module = name.replace("-", "_")
         source = SCHEDULER.format(name=module) + hook.format(repr(answer))
         distributions.install(name, {f"scheduler.{module}": module}, **{module: source})
-    registry = Registry.discover()
+    registry = Registry.discover(paths=[str(distributions.root)])
     with pytest.warns(PluginWarning, match="path-two"):
         assert registry.config_paths() == ["pkg://one.conf"]
 
@@ -315,7 +316,7 @@ def test_the_yaml_of_a_choice_is_looked_for_no_farther_than_needed(distributions
     for name in ("alpha", "beta"):
         source = SCHEDULER.format(name=name) + hook.format(name)
         distributions.install(f"{name}-dist", {f"scheduler.{name}": f"{name}_mod"}, **{f"{name}_mod": source})
-    registry = Registry.discover()
+    registry = Registry.discover(paths=[str(distributions.root)])
     assert registry.config_paths_for("scheduler", "decode_first") == [] and "alpha_mod" not in sys.modules
     assert registry.config_paths_for("scheduler", "alpha") == ["file:///alpha"] and "beta_mod" not in sys.modules
     assert registry.config_paths_for("model", "preset") == ["file:///alpha", "file:///beta"]

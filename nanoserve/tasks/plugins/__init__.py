@@ -1,15 +1,24 @@
-"""``task=plugins``: every plugin, where it comes from, what it can do; and which are broken, and why."""
+"""``task=plugins``: every plugin, where it comes from, what it can do; and which are broken, and why.
+
+``check=true`` tries what they claim. ``update=FILE`` brings the generated parts of a Markdown file up to date: those
+between ``<!-- capabilities -->``, ``<!-- matrix -->`` or ``<!-- reference -->`` and the same with a slash.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanoserve.contracts.capabilities import PHASES, Capabilities
-from nanoserve.registry import KINDS, Registration, Registry
+from nanoserve.contracts.errors import ConfigError, NanoserveError
+from nanoserve.registry import KINDS, OWN_DISTRIBUTION, Registration, Registry
+from nanoserve.tasks.plugins import matrix, reference
 
 if TYPE_CHECKING:
     from nanoserve.tasks import Job
@@ -20,18 +29,73 @@ COLUMNS = ("choose", "what", "phases", "KV formats", "dtypes", "head sizes", "de
 
 @dataclass(frozen=True)
 class Options:
-    """The keys of ``conf/task/plugins.yaml``."""
+    """The keys of ``conf/task/plugins.yaml``. record: file of results that ``check`` adds to and ``update`` shows."""
 
     format: Literal["table", "markdown"] = "table"
+    check: bool = False
+    record: str | None = None
+    update: str | None = None
 
 
 def run(job: Job) -> dict[str, Any]:
-    registry = job.registry
-    if job.options.format == "markdown":
+    registry, options = job.registry, job.options
+    record = None if options.record is None else Path(options.record)
+    if options.check:
+        return check(registry, record)
+    if options.update is not None:
+        update(Path(options.update), registry, record)
+    elif options.format == "markdown":
         print(markdown(registry))
     else:
         print_table(registry)
     return {"plugins": sum(len(registry.names(kind)) for kind in KINDS), "broken": len(registry.broken)}
+
+
+def check(registry: Registry, record: Path | None) -> dict[str, Any]:
+    """Try every combination of attention backend, KV format and phase that is claimed here. Raises if one is wrong."""
+    section = matrix.check_all(registry)
+    results: dict[str, str] = section["results"]
+    for combination, result in results.items():
+        print(f"{combination}: {result}")
+    if record is not None:
+        matrix.record(record, section)
+    wrong = [combination for combination, result in results.items() if result != matrix.OK]
+    if wrong:
+        raise NanoserveError(f"{len(wrong)} of {len(results)} combinations do not do what they claim: {wrong[0]}")
+    return {"claimed": len(results), "right": len(results)}
+
+
+def update(file: Path, registry: Registry, record: Path | None) -> None:
+    """Rewrite the generated parts of a Markdown file. Raises ConfigError if it has none, or something is missing."""
+    results = {} if record is None else matrix.read(record)
+    shown = {str(one) for one in matrix.combinations(registry)}
+    if lost := [name for section in results.values() for name in section["results"] if name not in shown]:
+        raise ConfigError(f"update={file}: {record} has results of {lost[0]}, which is not installed here")
+    makers: dict[str, Callable[[], str]] = {
+        "capabilities": lambda: markdown(built_in()),
+        "matrix": lambda: matrix.markdown(registry, results),
+        "reference": reference.markdown,
+    }
+    text = file.read_text(encoding="utf-8")
+    parts = [name for name in makers if f"<!-- {name} -->" in text]
+    if not parts:
+        raise ConfigError(f"update={file}: it has no generated part; those are {', '.join(makers)}")
+    for name in parts:
+        text = replaced(text, name, makers[name]())
+    file.write_text(text, encoding="utf-8")
+    print(f"{file}: {', '.join(parts)}")
+
+
+def replaced(text: str, name: str, new: str) -> str:
+    """``text`` with ``new`` between its marks of that name."""
+    marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    return marks.sub(lambda match: f"{match[1]}{new}\n{match[2]}", text)
+
+
+def built_in() -> Registry:
+    """What ships with nanoserve, and nothing that happens to be installed beside it."""
+    ours = (e for e in entry_points(group="nanoserve") if e.dist is not None and e.dist.name == OWN_DISTRIBUTION)
+    return Registry(ours)
 
 
 def row(registration: Registration) -> tuple[str, ...]:
@@ -47,7 +111,7 @@ def row(registration: Registration) -> tuple[str, ...]:
     return (
         choose,
         spec.summary,
-        ", ".join(phase for phase in PHASES if phase in can.phases),
+        ", ".join(phase for phase in PHASES if phase in can.phases) + ("" if can.full_attention else ", if chosen"),
         "" if registration.kind == "kvcache" else _any_of(can.kv_formats),
         _any_of(can.dtypes),
         _any_of(can.head_dims),
