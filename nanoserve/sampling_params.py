@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from nanoserve.contracts.errors import RequestError
+from nanoserve.contracts.grammar import StructuredOutput
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -39,6 +40,8 @@ class SamplingParams:
     logprobs: report the log-probability of the chosen token and of so many most likely ones, 0 … 20. They are the
         log-softmax of the model's own logits, before bias, penalties and temperature. None: no logprobs.
     skip_special_tokens: leave special tokens out of the text.
+    structured: the form the output must have. It ends with "stop" where the form is complete and cannot go on, even
+        before min_tokens and with ignore_eos; cut by max_tokens or by a stop string or token it is a beginning of it.
     """
 
     n: int = 1
@@ -59,6 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         self._store("n", _integer("n", self.n, 1, MAX_N))
@@ -83,6 +87,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if not isinstance(self.structured, StructuredOutput | None):
+            raise RequestError(f"structured must be a StructuredOutput, not {self.structured!r}")
 
     def _store(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -95,6 +101,11 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether a token depends on the values of all tokens before it: such a step cannot be prepared early."""
+        return self.has_penalties or self.structured is not None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits are changed by which tokens came before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property

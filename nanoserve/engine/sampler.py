@@ -2,7 +2,8 @@
 
 Everything a row of logits needs depends on its own request alone, never on its neighbours in the batch: in particular
 chance is a hash of (request seed, index of the output token), so a seeded request repeats itself in any company, on any
-device. The order of operations is vLLM's: bias, min_tokens, penalties, temperature, min_p, top_k, top_p. All in fp32.
+device. The order of operations is vLLM's: bias, min_tokens, penalties, grammar, temperature, min_p, top_k, top_p.
+All in fp32.
 
 ``prepare`` is host work on numpy arrays that hold the parameters of every table row; ``__call__`` is device work that
 never waits for the device.
@@ -57,6 +58,7 @@ class SamplingPlan:
     search_width: how many of the most likely tokens decide every row's top_k and top_p; 0: no row has either.
     additions: (flat index, value) into the ``[B, vocab_size]`` logits: bias, and -inf for tokens that may not end it.
     penalties: (flat index, divisor, subtrahend), each ``[N]``, an index at most once.
+    mask: rows ``[R]`` int64 that follow a grammar, and ``[R, ceil(vocab_size / 32)]`` int32: a bit per allowed token.
     num_logprobs: -1: none.
     """
 
@@ -65,18 +67,22 @@ class SamplingPlan:
     any_min_p: bool = False
     additions: tuple[torch.Tensor, torch.Tensor] | None = None
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    mask: tuple[torch.Tensor, torch.Tensor] | None = None
     num_logprobs: int = -1
+
+    @property
+    def edits_logits(self) -> bool:
+        return self.additions is not None or self.penalties is not None or self.mask is not None
 
     @property
     def is_plain(self) -> bool:
         """Greedy or temperature only, no logprobs: what a captured sampler can do."""
-        edited = self.additions is not None or self.penalties is not None
-        return not (edited or self.search_width or self.any_min_p or self.num_logprobs >= 0)
+        return not (self.edits_logits or self.search_width or self.any_min_p or self.num_logprobs >= 0)
 
 
 # Rows of the two parameter tables: fp32 ones go to the device, integers decide on the host what a step needs.
 INV_TEMPERATURE, TOP_P, MIN_P, TOP_K, UNIFORM = range(5)
-RANDOM, SEARCH_WIDTH, NUM_LOGPROBS, MIN_TOKENS, HAS_BIAS, HAS_PENALTY = range(6)
+RANDOM, SEARCH_WIDTH, NUM_LOGPROBS, MIN_TOKENS, HAS_BIAS, HAS_PENALTY, HAS_GRAMMAR = range(7)
 
 
 class Sampler:
@@ -86,7 +92,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._floats = np.zeros((4, 0), np.float32)
-        self._ints = np.zeros((6, 0), np.int64)
+        self._ints = np.zeros((7, 0), np.int64)
         self._seeds = np.zeros(0, np.uint64)
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._stop_ids: dict[int, np.ndarray] = {}
@@ -107,7 +113,8 @@ class Sampler:
         self._ints[NUM_LOGPROBS, row] = -1 if params.logprobs is None else params.logprobs
         self._ints[MIN_TOKENS, row] = params.min_tokens
         self._ints[HAS_BIAS, row] = bool(params.logit_bias)
-        self._ints[HAS_PENALTY, row] = params.needs_history
+        self._ints[HAS_PENALTY, row] = params.has_penalties
+        self._ints[HAS_GRAMMAR, row] = params.structured is not None
         self._seeds[row] = _mix(seed)
         if params.logit_bias:
             ids, values = zip(*params.logit_bias.items(), strict=True)
@@ -125,7 +132,7 @@ class Sampler:
         """Everything the next call needs that does not depend on logits.
 
         rows, positions: ``[B]`` integers: table row, and 0-based index among the output tokens of the token to sample.
-        seqs: the ``B`` sequences; the tokens of one with penalties must all have arrived.
+        seqs: the ``B`` sequences; the tokens of one with penalties or a grammar must all have arrived.
         upload: takes the ``[5, B]`` fp32 parameters to the device; default: a copy of their own.
         """
         ints = self._ints.take(rows, axis=1)
@@ -138,15 +145,16 @@ class Sampler:
             floats[UNIFORM] = _uniform(self._seeds[rows], positions)
             any_min_p = bool(floats[MIN_P].any())
             params = (upload or self._to_device)(floats)
-        additions = penalties = None
+        additions = penalties = mask = None
         blocked = ints[MIN_TOKENS] > positions
+        if largest[HAS_GRAMMAR] > 0:
+            mask = self._mask(rows, positions, seqs, np.flatnonzero(ints[HAS_GRAMMAR]), blocked)
         if largest[HAS_BIAS] > 0 or blocked.any():
             additions = self._additions(rows, np.flatnonzero(ints[HAS_BIAS]), np.flatnonzero(blocked))
         if largest[HAS_PENALTY] > 0:
             penalties = self._penalties(positions, seqs, np.flatnonzero(ints[HAS_PENALTY]))
-        return SamplingPlan(
-            params, max(0, int(largest[SEARCH_WIDTH])), any_min_p, additions, penalties, int(largest[NUM_LOGPROBS])
-        )
+        search_width, num_logprobs = max(0, int(largest[SEARCH_WIDTH])), int(largest[NUM_LOGPROBS])
+        return SamplingPlan(params, search_width, any_min_p, additions, penalties, mask, num_logprobs)
 
     def __call__(
         self,
@@ -173,9 +181,7 @@ class Sampler:
         return output
 
     def _sample(self, logits: torch.Tensor, plan: SamplingPlan) -> SamplerOutput:
-        x = logits
-        if plan.additions is not None or plan.penalties is not None:
-            x = edited_logits(logits, plan)
+        x = edited_logits(logits, plan) if plan.edits_logits else logits
         token_ids, best = _argmax(x)
         if plan.params is not None:
             sampled = _sample(x, best, plan.params, plan)
@@ -208,8 +214,7 @@ class Sampler:
         flat, divisors, subtrahends = [], [], []
         for i in penalised:
             seq, params = seqs[i], seqs[i].params
-            if seq.num_output_tokens != positions[i]:
-                raise RuntimeError(f"{seq} has penalties and samples before all its tokens have arrived")
+            _require_history(seq, positions[i])
             ids, inverse = np.unique(np.array(seq.token_ids, np.int64), return_inverse=True)
             counts = np.bincount(inverse[seq.num_prompt_tokens :], minlength=len(ids))
             flat.append(i * self.vocab_size + ids)
@@ -223,16 +228,44 @@ class Sampler:
             self._to_device(np.concatenate(subtrahends)),
         )
 
+    def _mask(
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        seqs: ListLike[Sequence],
+        constrained: np.ndarray,
+        blocked: np.ndarray,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Masks of the rows that follow a grammar. Clears ``blocked`` where min_tokens would leave no token."""
+        on_gpu = self.device.type == "cuda"
+        width = -(-self.vocab_size // 32)
+        bits = torch.empty(len(constrained), width, dtype=torch.int32, pin_memory=on_gpu)
+        for i, row_bits in zip(constrained, bits, strict=True):
+            seq = seqs[i]
+            _require_history(seq, positions[i])
+            seq.matcher.fill_bitmask(row_bits)  # type: ignore[union-attr]
+            if blocked[i]:
+                others = row_bits.numpy().view(np.uint32).copy()
+                ids = self._stop_ids[int(rows[i])]
+                np.bitwise_and.at(others, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
+                blocked[i] = others.any()
+        return self._to_device(constrained), bits.to(self.device, non_blocking=True)
+
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+
+def _require_history(seq: Sequence, position: int) -> None:
+    if seq.num_output_tokens != position:
+        raise RuntimeError(f"{seq} has penalties or a grammar and samples before all its tokens have arrived")
 
 
 # ---------------------------------------------------------------------------------------------------- device work
 
 
 def edited_logits(logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
-    """An fp32 copy of ``logits`` with bias, min_tokens and penalties applied."""
+    """An fp32 copy of ``logits`` with bias, min_tokens, penalties and grammars applied."""
     x = logits.to(torch.float32, copy=True)
     flat = x.view(-1)
     if plan.additions is not None:
@@ -242,6 +275,11 @@ def edited_logits(logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
         values = flat.index_select(0, index)
         values = torch.where(values > 0, values / divisor, values * divisor) - subtrahend
         flat.index_copy_(0, index, values)
+    if plan.mask is not None:
+        rows, bits = plan.mask
+        allowed = (bits[:, :, None] >> torch.arange(32, dtype=torch.int32, device=bits.device)) & 1
+        forbidden = allowed.flatten(1)[:, : x.shape[1]] == 0
+        x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
     return x
 
 

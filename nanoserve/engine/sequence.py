@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nanoserve.contracts.grammar import Matcher
 from nanoserve.contracts.scheduling import Status
 from nanoserve.sampling_params import SamplingParams
 
@@ -16,6 +17,7 @@ class Sequence:
     num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before.
     table_row: row in the device's block table, held exactly as long as blocks are held; -1 otherwise.
     block_hashes: chain hashes of its full blocks, as far as they have been needed; kept when blocks are freed.
+    matcher: how far its output has come in the grammar it must follow; None without one.
     num_hashed_blocks: blocks at the head of block_table that are full, committed and offered to the prefix cache.
     """
 
@@ -43,6 +45,7 @@ class Sequence:
         "priority",
         "arrival_time",
         "stop_ids",
+        "matcher",
         "state",
     )
 
@@ -56,6 +59,7 @@ class Sequence:
         max_num_tokens: int,
         seed: int = 0,
         stop_ids: frozenset[int] = frozenset(),
+        matcher: Matcher | None = None,
         priority: int = 0,
         arrival_time: float = 0.0,
     ) -> None:
@@ -82,6 +86,7 @@ class Sequence:
         self.priority = priority
         self.arrival_time = arrival_time
         self.stop_ids = stop_ids
+        self.matcher = matcher
         self.state: object = None  # the engine's per-sequence output state
 
     @property

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from nanoserve.contracts.errors import RequestError
+from nanoserve.contracts.grammar import StructuredOutput
 from nanoserve.sampling_params import SamplingParams
 
 NAN, INF = math.nan, math.inf
@@ -63,8 +64,8 @@ def test_ids_outside_the_model_are_refused():
 
 def test_greedy_and_history():
     assert [SamplingParams(temperature=t).greedy for t in (0, 1e-12, 1e-3, 0.01)] == [True, True, True, False]
+    penalties = ({"repetition_penalty": 1.1}, {"presence_penalty": -1}, {"frequency_penalty": 0.1})
     history = [
-        SamplingParams(**kw).needs_history
-        for kw in ({}, {"repetition_penalty": 1.1}, {"presence_penalty": -1}, {"frequency_penalty": 0.1})
+        SamplingParams(**kw).needs_history for kw in ({}, *penalties, {"structured": StructuredOutput(regex="a")})
     ]
-    assert history == [False, True, True, True]
+    assert history == [False, True, True, True, True]
