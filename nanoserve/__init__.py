@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanoserve.async_llm import AsyncLLM
     from nanoserve.config import EngineConfig
     from nanoserve.contracts.errors import (
         CapacityError,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
         PluginError,
         RequestError,
     )
+    from nanoserve.contracts.grammar import StructuredOutput
     from nanoserve.llm import LLM
     from nanoserve.outputs import CompletionOutput, EngineStats, RequestOutput
     from nanoserve.sampling_params import SamplingParams
@@ -23,7 +25,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "nanoserve.llm",
+    "AsyncLLM": "nanoserve.async_llm",
     "SamplingParams": "nanoserve.sampling_params",
+    "StructuredOutput": "nanoserve.contracts.grammar",
     "EngineConfig": "nanoserve.config",
     "RequestOutput": "nanoserve.outputs",
     "CompletionOutput": "nanoserve.outputs",
@@ -35,7 +39,7 @@ _HOME = {
     "RequestError": "nanoserve.contracts.errors",
     "CapacityError": "nanoserve.contracts.errors",
 }
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *(name for name in _HOME if name != "AsyncLLM")]  # a star needs no extra
 
 
 def __getattr__(name: str) -> Any:
@@ -46,4 +50,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(["__version__", *_HOME])

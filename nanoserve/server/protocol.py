@@ -1,0 +1,498 @@
+"""What clients send and get: the request and response bodies of the OpenAI API as msgspec structs.
+
+Parsing is strict: wrong types, unknown fields and malformed JSON are refused by name with status 400, and a field of
+OpenAI's that the server lacks is refused too unless it asks for nothing (null, or its neutral value). So nothing is
+accepted and ignored. ``user`` and ``safety_identifier`` name the caller; they go into the log line of the request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from nanoserve.config import did_you_mean
+from nanoserve.contracts.errors import RequestError
+from nanoserve.contracts.grammar import StructuredOutput
+from nanoserve.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
+
+#: Fields that are read only to refuse them, and the values besides null that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+    "prompt_cache_key": (),
+    "web_search_options": (),
+}
+
+
+class ApiError(Exception):
+    """A response that is an error: the HTTP status, and what OpenAI's error object holds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> ErrorResponse:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
+        return ErrorResponse(ErrorBody(self.message, kind, self.param, self.code))
+
+
+class ErrorBody(Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(Struct):
+    error: ErrorBody
+
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+def _limits(**schema: Any) -> Meta:
+    """Limits for the OpenAPI document. SamplingParams checks them, in better words than a schema's."""
+    return Meta(extra_json_schema=schema)
+
+
+_REFUSED = Meta(description="not supported: null or left out", extra_json_schema={"type": "null"})
+Refused = Annotated[Any, _REFUSED]
+TokenIds = Annotated[list[Any], Meta(extra_json_schema={"items": {"type": "integer", "minimum": 0}, "minItems": 1})]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """include_usage: a last event with the usage. continuous_usage_stats (vLLM's): usage in every event."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    """name, description: labels for the caller's own use. The output always follows the schema, strict or not."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """json_schema: only with, and always with, type json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both generating endpoints take. Null, or a field left out, is the server's default (``sampling.*``)."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, _limits(minimum=1, maximum=MAX_N)] | None = None
+    max_tokens: Annotated[int, _limits(minimum=1)] | None = None
+    temperature: Annotated[float, _limits(minimum=0)] | None = None
+    top_p: Annotated[float, _limits(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, _limits(minimum=-1)] | None = None
+    min_p: Annotated[float, _limits(minimum=0, maximum=1)] | None = None
+    presence_penalty: Annotated[float, _limits(minimum=-2, maximum=2)] | None = None
+    frequency_penalty: Annotated[float, _limits(minimum=-2, maximum=2)] | None = None
+    repetition_penalty: Annotated[float, _limits(exclusiveMinimum=0)] | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Annotated[int, _limits(minimum=-(2**63), maximum=2**64 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, _limits(minimum=0)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Refused = None
+    store: Refused = None
+    metadata: Refused = None
+    prompt_cache_key: Refused = None
+
+    def max_output_tokens(self) -> tuple[str, int | None]:
+        return "max_tokens", self.max_tokens
+
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """The request's parameters over the server's. Raises ApiError or RequestError, both name the field."""
+        for name, neutral in NEUTRAL.items():
+            if name in self.__struct_fields__ and (value := getattr(self, name)) is not None and value not in neutral:
+                raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options: only with stream=true", "stream_options")
+        given = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+        name, limit = self.max_output_tokens()
+        if limit is not None:
+            if limit < 1:
+                raise ApiError(400, f"{name} must be an integer >= 1, not {limit}", name)
+            given["max_tokens"] = limit
+        if (logprobs := self.num_logprobs()) is not None:
+            given["logprobs"] = logprobs
+        structured = structured_output(self)
+        if structured is not None:
+            given["structured"] = structured
+        return dataclasses.replace(defaults, **given)
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """``POST /v1/completions``. max_tokens 0 is legal with echo=true: it scores the prompt and generates nothing."""
+
+    prompt: Annotated[
+        str | list[Any],
+        Meta(
+            description="text, token ids, or a list of either",
+            extra_json_schema={
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                    {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1},
+                ]
+            },
+        ),
+    ]
+    echo: bool | None = None
+    logprobs: Annotated[int, _limits(minimum=0, maximum=MAX_LOGPROBS)] | None = None
+    suffix: Refused = None
+    best_of: Refused = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts as a list. Token values are checked by the engine; here only what is what."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and all(type(token) is int for token in prompt):
+            return [prompt]
+        if not prompt:
+            raise ApiError(400, "prompt must not be an empty list", "prompt")
+        for i, one in enumerate(prompt):
+            if not isinstance(one, str) and not (isinstance(one, list) and all(type(t) is int for t in one)):
+                raise ApiError(400, f"prompt[{i}] must be a string or a list of token ids", "prompt")
+        return prompt
+
+    def max_output_tokens(self) -> tuple[str, int | None]:
+        only_score = self.max_tokens == 0 and bool(self.echo)
+        return "max_tokens", 1 if only_score else self.max_tokens
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        if defaults.max_tokens is None:
+            defaults = dataclasses.replace(
+                defaults, max_tokens=max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or defaults.min_tokens)
+            )
+        return GenerationRequest.sampling_params(self, defaults)
+
+
+class ChatMessage(Struct, forbid_unknown_fields=True):
+    """One message, as the checkpoint's chat template reads it: whether a field shows in the prompt is up to it."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: Refused = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
+    max_completion_tokens: Annotated[int, _limits(minimum=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, _limits(minimum=0, maximum=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Refused = None
+    tool_choice: Refused = None
+    parallel_tool_calls: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
+    audio: Refused = None
+    modalities: Refused = None
+    prediction: Refused = None
+    reasoning_effort: Refused = None
+    verbosity: Refused = None
+    web_search_options: Refused = None
+
+    def max_output_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_tokens")
+        return "max_completion_tokens", self.max_completion_tokens
+
+    def num_logprobs(self) -> int | None:
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise ApiError(400, "top_logprobs: only with logprobs=true", "top_logprobs")
+            return None
+        top = self.top_logprobs or 0
+        if not 0 <= top <= MAX_LOGPROBS:
+            raise ApiError(400, f"top_logprobs must be an integer in 0 … {MAX_LOGPROBS}, not {top}", "top_logprobs")
+        return top
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """``POST /tokenize``: of a prompt, or of messages in the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Meta(extra_json_schema={"items": {"type": "integer", "minimum": 0}})]
+
+
+#: Fields that have SamplingParams' own name and meaning.
+_SHARED = tuple(
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name in GenerationRequest.__struct_fields__ and field.name != "max_tokens"
+)
+
+#: Fields of StructuredOutput, and of a request.
+STRUCTURED_FIELDS = {
+    "json_object": "response_format",
+    "json_schema": "response_format",
+    "regex": "guided_regex",
+    "choice": "guided_choice",
+    "grammar": "guided_grammar",
+}
+
+
+def structured_output(request: GenerationRequest) -> StructuredOutput | None:
+    """What ``SamplingParams.structured`` gets; None if the output is free. Raises ApiError that names the field."""
+    wished: dict[str, Any] = {
+        "regex": request.guided_regex,
+        "choice": request.guided_choice,
+        "grammar": request.guided_grammar,
+    }
+    if (form := request.response_format) is not None:
+        if (form.type == "json_schema") != (form.json_schema is not None):
+            message = "response_format.json_schema: needed with type json_schema, and only then"
+            raise ApiError(400, message, "response_format")
+        if form.type != "text":
+            wished[form.type] = True if form.json_schema is None else form.json_schema.schema
+    wished = {field: value for field, value in wished.items() if value is not None}
+    if not wished:
+        return None
+    if len(wished) > 1:
+        names = [STRUCTURED_FIELDS[field] for field in wished]
+        raise ApiError(400, f"{' and '.join(names)}: give one of them", names[0])
+    try:
+        return StructuredOutput(**wished)
+    except RequestError as error:
+        raise bad_request(error) from None
+
+
+def decode(body: bytes, kind: type[Any]) -> Any:
+    """A request from its body. Raises ApiError 400 that names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        text, _, where = str(error).partition(" - at `$")
+        path = where.rstrip("`").lstrip(".")
+        if unknown := re.match(r"Object contains unknown field `(.*)`", text):
+            name = unknown[1]
+            known = [] if path else kind.__struct_fields__
+            field = f"{path}.{name}" if path else name
+            message = f"unknown field {field!r}{did_you_mean(name, known)}"
+            raise ApiError(400, message, field, "unknown_parameter") from None
+        if missing := re.match(r"Object missing required field `(.*)`", text):
+            path = f"{path}.{missing[1]}" if path else missing[1]
+            raise ApiError(400, f"{path} is required", path) from None
+        raise ApiError(400, f"{path or 'the body'}: {text[:1].lower()}{text[1:]}", path or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json") from None
+
+
+def bad_request(error: RequestError) -> ApiError:
+    """An engine's refusal as a response; ``param`` is the field that the message begins with."""
+    message = str(error)
+    if structured := re.match(r"structured\.(\w+)", message):
+        field = STRUCTURED_FIELDS[structured[1]]
+        return ApiError(400, field + message[structured.end() :], field)
+    first = re.match(r"(?:the )?(\w+)", message)
+    known = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+    return ApiError(400, message, first[1] if first is not None and first[1] in known else None)
+
+
+# --- responses -----------------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogprobs(Struct):
+    """One entry per token. text_offset: characters of the choice's text before the token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class CompletionResponse(Struct, omit_defaults=True):
+    """Whole, or one event of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+
+
+class AnswerMessage(Struct):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatResponse(Struct, omit_defaults=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class ChatDelta(Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatChunk(Struct, omit_defaults=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class TokenizeResponse(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(Struct):
+    prompt: str
+
+
+class ModelCard(Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Struct):
+    object: str
+    data: list[ModelCard]

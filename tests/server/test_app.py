@@ -1,0 +1,42 @@
+"""The application without a socket, around an engine that the command line would not build."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+
+from nanoserve import AsyncLLM, SamplingParams
+from nanoserve.server.app import Serving, build_app
+from tests.helpers.tiny_model import TINY
+
+DUMMY = {"name": "dummy", "config": {**TINY, "model_type": "qwen3", "rms_norm_eps": 1e-6}}
+
+
+def test_a_model_without_a_tokenizer() -> None:
+    """Token ids go in and counts come out; what needs text is refused by name."""
+
+    async def ask() -> None:
+        async with AsyncLLM(model=DUMMY, load_format="dummy", device="cpu", num_kv_blocks=32) as llm:
+            app = build_app(Serving(llm, "dummy", SamplingParams(max_tokens=None), max_queue=10))
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                body = {"prompt": [1, 2, 3], "max_tokens": 3}
+                answer = (await client.post("/v1/completions", json={**body, "logprobs": 1, "echo": True})).json()
+                assert answer["choices"][0]["text"] == "" and answer["usage"]["completion_tokens"] == 3
+                assert answer["choices"][0]["logprobs"]["tokens"][:3] == ["token_id:1", "token_id:2", "token_id:3"]
+                text = (await client.post("/v1/completions", json={**body, "stream": True})).text
+                events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
+                assert events[-1]["choices"][0]["finish_reason"] == "length"
+                for path, wrong, param in (
+                    ("/v1/completions", {"prompt": "a"}, "prompt"),
+                    ("/v1/completions", {**body, "stop": "a"}, "stop"),
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
+                    ("/tokenize", {"prompt": "a"}, "prompt"),
+                    ("/detokenize", {"tokens": [1]}, "tokens"),
+                ):
+                    refused = await client.post(path, json=wrong)
+                    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+    asyncio.run(ask())
