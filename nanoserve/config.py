@@ -57,7 +57,9 @@ class EngineOptions:
     gpu_memory_utilization: fraction of the GPU's memory for weights, activations and KV pool.
     max_num_seqs: sequences per step. max_num_batched_tokens: tokens per step.
     max_model_len: longest sequence in tokens; None takes the model's.
-    enforce_eager: no CUDA graphs. overlap: prepare a step while the one before runs; None does so on a GPU.
+    enforce_eager: no CUDA graphs. graph_capture: when they are captured, as each is first needed or all at the start.
+    graph_max_tokens: steps with prompts replay graphs between attentions up to so many tokens; 0: never.
+    overlap: prepare a step while the one before runs; None does so on a GPU.
     debug: audit the block pool after every step.
     """
 
@@ -73,6 +75,8 @@ class EngineOptions:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    graph_capture: Literal["lazy", "start"] = "lazy"
+    graph_max_tokens: int = 8192
     tensor_parallel_size: int = 1
     overlap: bool | None = None
     debug: bool = False
@@ -96,6 +100,7 @@ class EngineOptions:
         require_between("max_num_seqs", 2**16, "65536")
         require_between("max_num_batched_tokens", 2**24, "2^24")
         require_between("max_model_len", 2**24, "2^24", optional=True)
+        require("graph_max_tokens", 0 <= self.graph_max_tokens <= 2**16, "0 to 65536")
         require("tensor_parallel_size", self.tensor_parallel_size == 1, "1 (tensor parallelism is not built yet)")
 
 
@@ -108,8 +113,15 @@ class PluginChoice:
 
 
 #: Folders of ``conf/`` that choose a plugin.
-PLUGIN_GROUPS = ("attention", "kv", "scheduler", "policy")
-DEFAULTS = {"model": "tiny", "attention": "auto", "kv": "bf16", "scheduler": "decode_first", "policy": "auto"}
+PLUGIN_GROUPS = ("attention", "kv", "scheduler", "policy", "grammar")
+DEFAULTS = {
+    "model": "tiny",
+    "attention": "auto",
+    "kv": "bf16",
+    "scheduler": "decode_first",
+    "policy": "auto",
+    "grammar": "llguidance",
+}
 CONFIG_PATHS = ("pkg://nanoserve.conf",)
 #: (group, name) -> folders beyond ours to look for ``GROUP/NAME.yaml`` in, as ``Registry.config_paths_for`` knows them.
 MorePaths = Callable[[str, str], Sequence[str]]
@@ -121,31 +133,50 @@ def no_more_paths(group: str, name: str) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine is built from."""
+    """Everything an engine is built from.
+
+    policy_by_device: part of a GPU's name → preset (``policy/NAME.yaml``) that takes the place of ``policy`` there.
+    """
 
     model: ModelOptions
     attention: PluginChoice
     kv: PluginChoice
     scheduler: PluginChoice
     policy: PluginChoice
+    grammar: PluginChoice
     engine: EngineOptions = field(default_factory=EngineOptions)
+    policy_by_device: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
         """From a composed configuration: one mapping per group, ``name`` beside the options of a plugin."""
+        policy = dict(_mapping("policy", values["policy"]))
+        by_device = _mapping("policy.by_device", policy.pop("by_device", {}))
         return cls(
             model=build(ModelOptions, values["model"], "model"),
             engine=build(EngineOptions, values["engine"], "engine"),
-            **{group: _plugin_choice(group, values[group]) for group in PLUGIN_GROUPS},
+            policy_by_device={str(device): str(preset) for device, preset in by_device.items()},
+            **{group: _plugin_choice(group, {**values, "policy": policy}[group]) for group in PLUGIN_GROUPS},
         )
+
+    def policy_on(self, device_name: str, more_paths: MorePaths = no_more_paths) -> PluginChoice:
+        """The policy on a device of this name. Raises ConfigError if its preset does not exist."""
+        for part, preset in self.policy_by_device.items():
+            if part.lower() in device_name.lower():
+                stored = _stored("policy", preset, more_paths)
+                if stored is None:
+                    raise ConfigError(f"policy.by_device.{part}: there is no policy/{preset}.yaml")
+                return _plugin_choice("policy", stored)
+        return self.policy
 
     @classmethod
     def from_kwargs(cls, *, more_paths: MorePaths = no_more_paths, **keywords: Any) -> EngineConfig:
         """From the keywords of ``LLM``.
 
         ``model`` is the name of a model configuration, a checkpoint folder or a hub id. ``attention``, ``kv``,
-        ``scheduler`` and ``policy`` are a name or ``{"name": …, option: …}``. A name is ``GROUP/NAME.yaml`` of ours or
-        in ``more_paths`` if there is one, else a plugin's. All other keywords are fields of :class:`EngineOptions`.
+        ``scheduler``, ``policy`` and ``grammar`` are a name or ``{"name": …, option: …}``. A name is
+        ``GROUP/NAME.yaml`` of ours or in ``more_paths`` if there is one, else a plugin's. All other keywords are fields
+        of :class:`EngineOptions`.
         """
         legal = [*DEFAULTS, *(f.name for f in dataclasses.fields(EngineOptions))]
         for key in keywords:

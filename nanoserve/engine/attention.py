@@ -5,9 +5,43 @@ from __future__ import annotations
 import torch
 
 from nanoserve.contracts.attention import AttentionBackend
-from nanoserve.contracts.kvcache import KVCacheFormat
+from nanoserve.contracts.kvcache import KVCacheFormat, LayerCache
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.guard import wrote_out
 from nanoserve.ops.rope import Rotation, norm_rope, rotation_of
+
+
+class KVWriter:
+    """Norm, rotation and store of a step's tokens, fused if the format can: the same work for every kind of step."""
+
+    def __init__(
+        self, kv: KVCacheFormat, num_q_heads: int, positions: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        self.kv = kv
+        self.num_q_heads = num_q_heads
+        self.positions = positions
+        self.slot_mapping = slot_mapping
+        self.fused = kv.norm_rope_store()
+        self._rotation: Rotation | None = None
+
+    def write(
+        self,
+        layer: LayerCache,
+        qkv: torch.Tensor,
+        q_norm_weight: torch.Tensor,
+        k_norm_weight: torch.Tensor,
+        eps: float,
+        cos_sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """qkv ``[tokens, (q_heads + 2 * kv_heads) * head_dim]`` → q, k, v ``[tokens, heads, head_dim]``."""
+        if self.fused is not None:
+            return self.fused(layer, qkv, q_norm_weight, k_norm_weight, eps, cos_sin, self.positions, self.slot_mapping)
+        if self._rotation is None:
+            self._rotation = rotation_of(cos_sin, self.positions)
+        heads = (self.num_q_heads, self.kv.shape.num_kv_heads, self.kv.shape.head_dim)
+        q, k, v = norm_rope(qkv, q_norm_weight, k_norm_weight, eps, self._rotation, *heads)
+        self.kv.store(layer, k, v, self.slot_mapping)
+        return q, k, v
 
 
 class AttentionStep:
@@ -26,8 +60,9 @@ class AttentionStep:
         self.num_q_heads = num_q_heads
         self.prefill = prefill
         self.decode = decode
-        self.fused = kv.norm_rope_store()
-        self._rotation: Rotation | None = None
+        self.writer = KVWriter(kv, num_q_heads, batch.positions, batch.slot_mapping)
+        # Fresh and cached keys must be the same numbers, or a prefix hit would change the answer.
+        self._rereads = self.writer.fused is None and not kv.exact
         if batch.prefill is not None and prefill is not None:
             batch.prefill.plan = prefill.plan_prefill(batch.prefill)
         if batch.decode is not None and decode is not None:
@@ -43,28 +78,23 @@ class AttentionStep:
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
         """qkv ``[tokens, (q_heads + 2 * kv_heads) * head_dim]`` → attention output ``[tokens, q_heads * head_dim]``."""
-        batch, kv = self.batch, self.kv
-        layer = kv.layers[layer_index]
-        num_kv_heads, head_dim = kv.shape.num_kv_heads, kv.shape.head_dim
-        split = batch.num_decode
-        if self.fused is not None:
-            q, k, v = self.fused(
-                layer, qkv, q_norm_weight, k_norm_weight, eps, cos_sin, batch.positions, batch.slot_mapping
-            )
-            k, v = k[split:], v[split:]
-        else:
-            if self._rotation is None:
-                self._rotation = rotation_of(cos_sin, batch.positions)
-            heads = (self.num_q_heads, num_kv_heads, head_dim)
-            q, k, v = norm_rope(qkv, q_norm_weight, k_norm_weight, eps, self._rotation, *heads)
-            kv.store(layer, k, v, batch.slot_mapping)
-            k, v = k[split:], v[split:]
-            if batch.prefill is not None and not kv.exact:
-                # Fresh and cached keys must be the same numbers, or a prefix hit would change the answer.
-                k, v = kv.gather(layer, batch.prefill.slot_mapping)
-        out = torch.empty(qkv.shape[0], self.num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-        if batch.decode is not None and self.decode is not None:
-            self.decode.decode(q[:split], layer, batch.decode, out[:split])
-        if batch.prefill is not None and self.prefill is not None:
-            self.prefill.prefill(q[split:], k, v, layer, batch.prefill, out[split:])
+        q, k, v = self.writer.write(self.kv.layers[layer_index], qkv, q_norm_weight, k_norm_weight, eps, cos_sin)
+        out = torch.empty(qkv.shape[0], self.num_q_heads, q.shape[-1], dtype=qkv.dtype, device=qkv.device)
+        self.read(layer_index, q, k, v, out)
         return out.view(qkv.shape[0], -1)
+
+    def read(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """Attention of q ``[tokens, q_heads, head_dim]`` over the stored contexts into ``out``, of the same shape."""
+        batch, layer, split = self.batch, self.kv.layers[layer_index], self.batch.num_decode
+        if batch.decode is not None and self.decode is not None:
+            returned: object = self.decode.decode(q[:split], layer, batch.decode, out[:split])  # type: ignore[func-returns-value]
+            wrote_out(self.decode, returned)
+        if batch.prefill is not None and self.prefill is not None:
+            if split:
+                q, out = q[split:], out[split:]
+            if self._rereads:
+                k, v = self.kv.gather(layer, batch.prefill.slot_mapping)
+            elif split:
+                k, v = k[split:], v[split:]
+            returned = self.prefill.prefill(q, k, v, layer, batch.prefill, out)  # type: ignore[func-returns-value]
+            wrote_out(self.prefill, returned)

@@ -13,16 +13,19 @@ from nanoserve.config import EngineConfig, EngineOptions
 from nanoserve.contracts.attention import AttentionContext
 from nanoserve.contracts.capabilities import Requirements
 from nanoserve.contracts.errors import ConfigError, PluginError
+from nanoserve.contracts.grammar import GrammarCompiler, GrammarContext
 from nanoserve.contracts.kvcache import KVCacheShape
 from nanoserve.contracts.observer import EngineInfo
 from nanoserve.contracts.scheduling import SchedulerLimits
 from nanoserve.engine.batch import BatchBuilder, RowState
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.engine import Engine
-from nanoserve.engine.memory import blocks_on_cpu, blocks_on_gpu, peak_forward_bytes
+from nanoserve.engine.guard import block_bytes, check_cache
+from nanoserve.engine.memory import blocks_on_cpu, blocks_on_gpu, peak_forward_bytes, pool_in_words
 from nanoserve.engine.runner import ModelRunner
 from nanoserve.engine.sampler import Sampler
 from nanoserve.engine.selection import AttentionSelector, candidates_for, make_builder
+from nanoserve.engine.structured import Grammars
 from nanoserve.models.config import ModelConfig, eos_token_ids
 from nanoserve.models.loader import load_model, resolve_dtype, resolve_model
 from nanoserve.models.parallel import ParallelContext
@@ -44,9 +47,8 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     options = config.engine
     device = resolve_device(options.device)
     load_format = config.model.load_format or options.load_format
-    folder = None
-    if config.model.path is not None and (load_format == "auto" or config.model.config is None):
-        folder = resolve_model(config.model.path)
+    folder = checkpoint_folder(config)
+    if folder is not None:
         model_config = ModelConfig.from_folder(folder)
     else:  # random weights of a known shape need no folder, and no network
         model_config = ModelConfig.from_dict(config.model.config or {}, source="model.config")
@@ -67,12 +69,18 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     kv_spec: KVCacheSpec = registry.get("kvcache", config.kv.name)
     if reasons := kv_spec.capabilities.refusals(need):
         raise PluginError(f"kv={kv_spec.name} cannot be used here: {'; '.join(reasons)}")
+    graphs = device.type == "cuda" and not options.enforce_eager and kv_spec.capabilities.cuda_graph
+    graph_tokens = min(options.graph_max_tokens, options.max_num_batched_tokens) if graphs else 0
     kv_options = registry.make_options("kvcache", kv_spec, config.kv.options)
     candidates = candidates_for(registry, config.attention, need)
-    policy_spec = registry.get("policy", config.policy.name)
-    policy = policy_spec.factory(registry.make_options("policy", policy_spec, config.policy.options))
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    policy_choice = config.policy_on(device_name, registry.config_paths_for)
+    policy_spec = registry.get("policy", policy_choice.name)
+    policy = policy_spec.factory(registry.make_options("policy", policy_spec, policy_choice.options))
     scheduler_spec = registry.get("scheduler", config.scheduler.name)
     scheduler_options = registry.make_options("scheduler", scheduler_spec, config.scheduler.options)
+    grammar_spec = registry.get("grammar", config.grammar.name)
+    grammar_options = registry.make_options("grammar", grammar_spec, config.grammar.options)
 
     model = load_model(
         model_config,
@@ -94,30 +102,27 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
         device=device,
     )
     kv = kv_spec.factory(kv_options, shape)
+    bytes_per_block = block_bytes(kv)
     num_blocks = options.num_kv_blocks
     if num_blocks is None:
         blocks_per_seq = -(-max_model_len // options.block_size)
         if device.type == "cuda":
             width = model.num_q_heads * model_config.head_dim
-            peak = peak_forward_bytes(model, options.max_num_batched_tokens, options.max_num_seqs, width)
-            num_blocks = blocks_on_gpu(kv.bytes_per_block(), peak, options.gpu_memory_utilization, device) - 1
+            step = options.max_num_batched_tokens, options.max_num_seqs
+            peak = peak_forward_bytes(model, *step, width, graph_tokens)
+            log.info("weights and activations take at most %.2f GiB", peak / 2**30)
+            num_blocks = blocks_on_gpu(bytes_per_block, peak, options.gpu_memory_utilization, device) - 1
         else:
-            num_blocks = blocks_on_cpu(kv.bytes_per_block(), options.max_num_seqs, blocks_per_seq)
+            num_blocks = blocks_on_cpu(bytes_per_block, options.max_num_seqs, blocks_per_seq)
     try:
         kv.allocate(num_blocks + 1)  # one more than is handed out: the scratch block takes the writes of padding rows
     except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises the plain one
-        size = num_blocks * kv.bytes_per_block() / 2**30
+        size = num_blocks * bytes_per_block / 2**30
         raise ConfigError(
             f"engine.num_kv_blocks={num_blocks}: {size:.1f} GiB for the KV cache could not be allocated; lower it"
         ) from error
-    log.info(
-        "KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB (%d bytes per token)",
-        num_blocks,
-        options.block_size,
-        num_blocks * options.block_size,
-        num_blocks * kv.bytes_per_block() / 2**30,
-        kv.bytes_per_block() // options.block_size,
-    )
+    check_cache(kv)
+    log.info("KV cache: %s", pool_in_words(shape, num_blocks, bytes_per_block))
 
     blocks = BlockManager(num_blocks, options.block_size, options.enable_prefix_caching)
     limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)
@@ -143,6 +148,8 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     )
     builder = make_builder(registry, config.attention, context)
     selector = AttentionSelector(candidates, policy, builder, capturable)
+    if config.attention.name != "auto":
+        selector.build(config.attention.name)  # now, because its factory may still refuse a combination of options
     rows = RowState(2 * options.max_num_seqs, -(-max_model_len // options.block_size), device)
     info = EngineInfo(
         model=config.model.name or str(config.model.path),
@@ -153,26 +160,48 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
         block_size=options.block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+        grammar=grammar_spec.name,
     )
     eos = eos_token_ids(folder) if folder is not None else frozenset()
+    tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
+
+    def grammar_compiler() -> GrammarCompiler:
+        assert tokenizer is not None
+        context = GrammarContext(model_config.vocab_size, tuple(sorted(eos)), tokenizer.to_json())
+        return grammar_spec.factory(grammar_options, context)
+
+    runner = ModelRunner(
+        model, kv, selector, BatchBuilder(blocks, rows, device), Sampler(model_config.vocab_size, device),
+        capability, options.max_num_seqs, max_model_len,
+        decode_graphs=graphs and bool(capturable),
+        prefill_graphs=graph_tokens,
+    )  # fmt: skip
+    if options.graph_capture == "start":
+        runner.capture()
     return Engine(
-        ModelRunner(
-            model, kv, selector, BatchBuilder(blocks, rows, device), Sampler(model_config.vocab_size, device),
-            capability, options.max_num_seqs, max_model_len,
-            fixed_decode=bool(capturable) and not options.enforce_eager and device.type == "cuda",
-        ),
+        runner,
         scheduler,
         blocks,
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos,
-        tokenizer=Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None,
+        tokenizer=tokenizer,
+        grammars=None if tokenizer is None else Grammars(grammar_compiler),
         observers=registry.observers(info),
         info=info,
         seed=options.seed,
         overlap=device.type == "cuda" if options.overlap is None else options.overlap,
         debug=options.debug,
     )  # fmt: skip
+
+
+def checkpoint_folder(config: EngineConfig) -> Path | None:
+    """Where the files of the model are, fetched if need be; None for random weights of a shape given in the config."""
+    model = config.model
+    load_format = model.load_format or config.engine.load_format
+    if model.path is None or (load_format == "dummy" and model.config is not None):
+        return None
+    return resolve_model(model.path)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -55,7 +55,7 @@ class DecodeGraphs:
     """Runs decode-only steps of up to ``max_num_seqs`` sequences.
 
     backend_for: batch size → the backend to capture. capture: False runs the same code on the same buffers without a
-    graph, which is how it is tested without a GPU.
+    graph, which is how it is tested without a GPU. pool: the memory pool of the graphs.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class DecodeGraphs:
         max_model_len: int,
         *,
         capture: bool,
+        pool: Any = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -80,7 +81,7 @@ class DecodeGraphs:
         self.device = kv.shape.device
         self.sizes = buckets_up_to(max_num_seqs)
         self._buckets: dict[int, _Bucket] = {}
-        self._pool: Any = None
+        self.pool = pool
         self._generation = rows.generation
         largest = self.sizes[-1]
         self.inputs = DecodeInputs.empty(largest, rows.width, self.device)
@@ -174,12 +175,17 @@ class DecodeGraphs:
         graphs = []
         for run in (self._forward, self._sample):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self.pool):
                 run(bucket)
-            self._pool = self._pool or graph.pool()
             graphs.append(graph)
         bucket.forward, bucket.sample = graphs[0].replay, graphs[1].replay
         log.debug("captured decode graphs for batches up to %d", bucket.size)
+
+    def capture_all(self) -> None:
+        """Capture every size now, the largest first: the others fit into its memory."""
+        for size in reversed(self.sizes):
+            if size not in self._buckets:
+                self._buckets[size] = self._make(size)
 
     def close(self) -> None:
         self._buckets.clear()

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from nanoserve.contracts.errors import CapacityError, NanoserveError, RequestError
+from nanoserve.contracts.grammar import Matcher
 from nanoserve.contracts.observer import EngineInfo, Observer
 from nanoserve.contracts.scheduling import Schedule, Scheduler, Status, StepResult
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.detokenizer import OutputText
+from nanoserve.engine.guard import Watchdog, failure
 from nanoserve.engine.runner import InFlight, Runner
 from nanoserve.engine.sampler import child_seed
 from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.structured import Grammars
 from nanoserve.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.tokenizer import Tokenizer
 
 log = logging.getLogger("nanoserve")
 
-NO_TOKEN = "no token can be chosen: the logits are not finite, or logit_bias or min_tokens excludes every token"
+NO_TOKEN = (
+    "no token can be chosen: the logits are not finite, or logit_bias, min_tokens or the grammar excludes every token"
+)
 
 
 class _Request:
@@ -65,7 +70,7 @@ class Engine:
 
     max_model_len: longest prompt plus output, in tokens. eos_token_ids: tokens that end a sequence.
     overlap: commit a step only after the next one has been launched; needs a runner whose launch does not block.
-    debug: audit the block manager after every step.
+    debug: audit the block manager after every step. grammars: compiles the grammars of structured output.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Engine:
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
+        grammars: Grammars | None = None,
         observers: Seq[Observer] = (),
         info: EngineInfo | None = None,
         seed: int = 0,
@@ -91,14 +97,16 @@ class Engine:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.tokenizer = tokenizer
+        self.grammars = grammars
         self.observers = list(observers)
         self.info = info
         self.overlap = overlap
         self.debug = debug
+        self.watchdog = Watchdog(str(info and f"attention {info.attention}, kv {info.kv}, scheduler {info.scheduler}"))
         self.requests: dict[str, _Request] = {}
         self._seed = seed
         self._num_unseeded = 0
-        self._num_history = 0  # unfinished sequences whose sampling reads the tokens before it
+        self._num_history = 0  # unfinished sequences whose sampling needs the values of the tokens before it
         self._in_flight: InFlight | None = None
         self._dirty: dict[str, _Request] = {}  # requests with something to report, in order
         self._steps = self._prompt_tokens = self._generation_tokens = self._finished = self._aborted = 0
@@ -121,6 +129,8 @@ class Engine:
         params.validate_for(self.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if params.structured is not None:
+            self._matchers(params)
         n = len(prompt_token_ids)
         if n >= self.max_model_len:
             raise CapacityError(
@@ -165,6 +175,7 @@ class Engine:
         if params.max_tokens is not None:
             limit = min(limit, len(prompt_token_ids) + params.max_tokens)
         incremental = self.tokenizer is not None and bool(stream or params.stop)
+        matchers = None if params.structured is None else self._matchers(params)
         for index in range(params.n):
             seq = Sequence(
                 request_id,
@@ -174,6 +185,7 @@ class Engine:
                 max_num_tokens=limit,
                 seed=base_seed if params.n == 1 else child_seed(base_seed, index),
                 stop_ids=stop_ids,
+                matcher=None if matchers is None else matchers(),
                 priority=priority,
                 arrival_time=request.metrics.arrival_time,
             )
@@ -188,6 +200,11 @@ class Engine:
         self._prompt_tokens += len(prompt_token_ids)
         for observer in self.observers:
             self._notify(observer, "request_added", request_id, len(prompt_token_ids), request.metrics.arrival_time)
+
+    def _matchers(self, params: SamplingParams) -> Callable[[], Matcher]:
+        if self.grammars is None:
+            raise RequestError("structured output needs a tokenizer, and this model has none")
+        return self.grammars.compile(params.structured)  # type: ignore[arg-type]
 
     def abort(self, request_id: str) -> bool:
         """End a request at any moment; the next ``step`` reports it. False if it is unknown or has ended."""
@@ -218,6 +235,10 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Advance by one step. Returns what there is to report: deltas of streaming requests, results of ended ones."""
+        with self.watchdog:
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         overlap = self.overlap and not self._num_history
         if self._in_flight is not None and not overlap:
             self._commit_in_flight()
@@ -236,6 +257,7 @@ class Engine:
 
     def _schedule(self) -> Schedule:
         """What the scheduler decides. One that raises or breaks a rule costs its requests, not the engine."""
+        self.scheduler.now = time.perf_counter()
         try:
             schedule = self.scheduler.schedule()
         except Exception as error:
@@ -310,6 +332,12 @@ class Engine:
         if token in seq.stop_ids:
             reason = None if token in self.eos_token_ids else token
             return self._finish(seq, "stop", stop_reason=reason)
+        if seq.matcher is not None:
+            try:
+                seq.matcher.accept(token)
+            except Exception as error:
+                log.exception("a grammar failed")
+                return self._finish(seq, "error", error=f"structured.{seq.params.structured.field}: {error}")  # type: ignore[union-attr]
         if output.incremental:
             try:
                 delta = output.text.append(token)  # type: ignore[union-attr]
@@ -322,6 +350,8 @@ class Engine:
                 return self._finish(seq, "stop", stop_reason=output.text.stopped_by)  # type: ignore[union-attr]
         if request.stream:
             self._dirty[request.id] = request
+        if seq.matcher is not None and seq.matcher.is_terminated:
+            return self._finish(seq, "stop")
         if len(seq.token_ids) >= seq.max_num_tokens:
             return self._finish(seq, "length")
         return False
@@ -344,7 +374,7 @@ class Engine:
         completion.token_ids = seq.token_ids[seq.num_prompt_tokens :]
         if output.text is not None and reason != "error":
             if not output.incremental:
-                ended_by_id = reason == "stop"
+                ended_by_id = reason == "stop" and completion.token_ids[-1] in seq.stop_ids
                 output.text.append_many(completion.token_ids[:-1] if ended_by_id else completion.token_ids)
             if output.text.stopped_by is None:
                 output.delta.append(output.text.finish())
@@ -379,7 +409,7 @@ class Engine:
         sequences = list(sequences)
         alive = [seq for seq in sequences if seq.status != Status.FINISHED]
         for seq in alive:
-            self._finish(seq, "error", error=f"{type(error).__name__}: {error}")
+            self._finish(seq, "error", error=failure(error))
         self.scheduler.commit([StepResult(seq, [], finished=True) for seq in alive])
         for seq in sequences:
             self.blocks.discard(seq)
@@ -505,4 +535,5 @@ class Engine:
             self.abort(request_id)
         self._commit_in_flight()
         self._closed = True
+        self.watchdog.close()
         self.runner.close()

@@ -16,7 +16,8 @@ from nanoserve.contracts.policy import SelectionShape
 from nanoserve.contracts.scheduling import Schedule
 from nanoserve.engine.attention import AttentionStep
 from nanoserve.engine.batch import Batch, BatchBuilder
-from nanoserve.engine.graphs import DecodeGraphs
+from nanoserve.engine.decode_graphs import DecodeGraphs
+from nanoserve.engine.prefill_graphs import PrefillGraphs
 from nanoserve.engine.sampler import Sampler, SamplerOutput
 from nanoserve.engine.selection import AttentionSelector
 from nanoserve.engine.sequence import Sequence
@@ -90,7 +91,8 @@ class _Launched:
 class ModelRunner:
     """The runner of a real model on one device.
 
-    fixed_decode: run decode-only steps on fixed buffers, on a GPU as CUDA graphs.
+    decode_graphs: replay decode-only steps as CUDA graphs. prefill_graphs: replay the rest of the model between two
+    attentions in steps with prompts of up to so many tokens; 0: never.
     """
 
     def __init__(
@@ -104,7 +106,8 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         *,
-        fixed_decode: bool = False,
+        decode_graphs: bool = False,
+        prefill_graphs: int = 0,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -116,12 +119,30 @@ class ModelRunner:
         self.device = kv.shape.device
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.graphs: DecodeGraphs | None = None
-        if fixed_decode:
-            capture = self.device.type == "cuda"
-            self.graphs = DecodeGraphs(
-                model, kv, sampler, self.rows, self._captured_backend, max_num_seqs, max_model_len, capture=capture
+        self.decode_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
+        pool = torch.cuda.graph_pool_handle() if decode_graphs or prefill_graphs else None
+        if decode_graphs:
+            self.decode_graphs = DecodeGraphs(
+                model,
+                kv,
+                sampler,
+                self.rows,
+                self._captured_backend,
+                max_num_seqs,
+                max_model_len,
+                capture=True,
+                pool=pool,
             )
+        if prefill_graphs:
+            self.prefill_graphs = PrefillGraphs(model, kv, prefill_graphs, capture=True, pool=pool)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every graph now instead of when it is first needed."""
+        for graphs in (self.prefill_graphs, self.decode_graphs):
+            if graphs is not None:
+                graphs.capture_all()
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> InFlight:
@@ -129,10 +150,10 @@ class ModelRunner:
         for seq in blocks.take_new_rows():
             self.sampler.set_row(seq.table_row, seq.params, seq.seed, seq)
         self.rows.reserve(blocks.num_rows)
-        if self.graphs is not None and not schedule.prefill and len(schedule.decode) <= self.max_num_seqs:
+        if self.decode_graphs is not None and not schedule.prefill and len(schedule.decode) <= self.max_num_seqs:
             blocks.take_table_updates()  # a decoding sequence gets at most its last block, which travels by itself
             decode: list[Sequence] = schedule.decode  # type: ignore[assignment]
-            return _Launched(decode, [], self.graphs.launch(decode), self.device)
+            return _Launched(decode, [], self.decode_graphs.launch(decode), self.device)
         batch = self.builder.build(schedule)
         plan = self.sampler.prepare(batch.sampled_rows_cpu, batch.sample_positions_cpu, batch.sampled)
         if batch.num_decode:
@@ -142,7 +163,7 @@ class ModelRunner:
                 batch.input_ids[: batch.num_decode] = decoded
             else:
                 batch.input_ids = decoded
-        hidden = self.model.forward(batch.input_ids, self._attention_step(batch))
+        hidden = self._forward(batch)
         if not batch.sampled:  # unfinished chunks only
             return _Launched([], batch.chunks, None, self.device)
         if batch.logits_index is not None:
@@ -161,7 +182,13 @@ class ModelRunner:
         blocks.take_new_rows()  # no row samples
         self.rows.reserve(blocks.num_rows)
         batch = self.builder.build(schedule)
-        return self.model.compute_logits(self.model.forward(batch.input_ids, self._attention_step(batch)))
+        return self.model.compute_logits(self._forward(batch))
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        step, graphs = self._attention_step(batch), self.prefill_graphs
+        if graphs is not None and batch.num_prefill and batch.num_decode + batch.num_prefill <= graphs.max_tokens:
+            return graphs.forward(batch, step)
+        return self.model.forward(batch.input_ids, step)
 
     def _attention_step(self, batch: Batch) -> AttentionStep:
         prefill = decode = None
@@ -185,9 +212,10 @@ class ModelRunner:
         return AttentionStep(batch, self.kv, self.model.num_q_heads, prefill, decode)
 
     def _captured_backend(self, batch_size: int) -> AttentionBackend:
-        return self.selector.select("decode", self._decode_shape(batch_size, self.max_model_len), captured=True)
+        shape = self._decode_shape(batch_size, self.max_model_len, captured=True)
+        return self.selector.select("decode", shape, captured=True)
 
-    def _decode_shape(self, num_seqs: int, max_context: int) -> SelectionShape:
+    def _decode_shape(self, num_seqs: int, max_context: int, captured: bool = False) -> SelectionShape:
         return SelectionShape(
             batch=num_seqs,
             num_tokens=num_seqs,
@@ -196,12 +224,14 @@ class ModelRunner:
             kv_format=self.kv.name,
             compute_capability=self.compute_capability,
             has_prefix=True,
+            captured=captured,
         )
 
     def close(self) -> None:
         """Give all device memory back; the runner cannot be used afterwards."""
-        if self.graphs is not None:
-            self.graphs.close()
+        for graphs in (self.decode_graphs, self.prefill_graphs):
+            if graphs is not None:
+                graphs.close()
         self.selector.close()
         self.kv.close()
         del self.model, self.builder, self.sampler, self.rows

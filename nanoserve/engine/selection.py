@@ -49,6 +49,8 @@ def _accepting(registry: Registry, phase: Phase, need: Requirements) -> tuple[li
     working, refused = [], {}
     for spec in registry.specs("attention"):
         reasons = spec.capabilities.refusals(need, phase)
+        if not spec.capabilities.full_attention:  # nobody gets other answers than the model's without asking for them
+            reasons.append(f"does not attend to the whole context, so it must be chosen: attention={spec.name}")
         if reasons:
             refused[spec.name] = reasons
         else:
@@ -78,11 +80,14 @@ class AttentionSelector:
     def select(self, phase: Phase, shape: SelectionShape, captured: bool = False) -> AttentionBackend:
         names = self.capturable if captured else self.candidates[phase]
         name = names[0] if len(names) == 1 else self.policy.select(phase, shape, names)
-        backend = self._built.get(name)
-        if backend is None:
-            if name not in names:
-                raise PluginError(f"the policy chose attention backend {name!r} for {phase}; it may choose {names}")
-            backend = self._built[name] = self._build(name)
+        if name not in names:
+            who = self.policy.plugin or type(self.policy).__name__
+            raise PluginError(f"{who} chose {name!r} for {phase}; it may choose {', '.join(names)}")
+        return self._built.get(name) or self.build(name)
+
+    def build(self, name: str) -> AttentionBackend:
+        """The backend ``name``, built now. Raises what its factory raises for options that do not go together."""
+        backend = self._built[name] = self._build(name)
         return backend
 
     def close(self) -> None:

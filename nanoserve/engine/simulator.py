@@ -38,7 +38,7 @@ def zeros(schedule: Schedule) -> list[list[int]]:
 class Simulator:
     """Runs sequences to their end.
 
-    num_steps: steps launched. peak_blocks: most blocks ever in use at once.
+    num_steps: steps launched, and the clock. peak_blocks: most blocks ever in use at once.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Simulator:
         *,
         stop_ids: Iterable[int] = (),
         priority: int = 0,
+        arrival_time: float | None = None,
     ) -> Sequence:
         """Queue a sequence. Raises CapacityError when no token could ever be sampled for it."""
         longest = min(self.limits.max_model_len, self.blocks.max_num_tokens)
@@ -79,6 +80,7 @@ class Simulator:
             max_num_tokens=min(len(prompt_token_ids) + max_tokens, longest),
             stop_ids=frozenset(stop_ids),
             priority=priority,
+            arrival_time=self.clock() if arrival_time is None else arrival_time,
         )
         self.scheduler.add(seq)
         return seq
@@ -90,6 +92,7 @@ class Simulator:
 
     def launch(self) -> Schedule:
         """Schedule a step and hand it to the device. The schedule may be empty; then nothing was launched."""
+        self.scheduler.now = self.clock()
         schedule = self.scheduler.schedule()
         if schedule:
             self.in_flight.append(list(zip(scheduled(schedule), self.device(schedule), strict=True)))
@@ -117,6 +120,10 @@ class Simulator:
         if self.in_flight and (len(self.in_flight) > self.overlap or not schedule):
             self.commit()
         return schedule
+
+    def clock(self) -> float:
+        """The time of ``Scheduler.now`` and of arrivals."""
+        return float(self.num_steps)
 
     @property
     def has_work(self) -> bool:
@@ -264,6 +271,9 @@ class Replay(Simulator):
                 timeline.num_cached_tokens = seq.num_cached_tokens
                 del self._unfinished[seq]
 
+    def clock(self) -> float:
+        return self.now
+
     def _arrive(self) -> None:
         """Queue whoever has come by now; in a closed loop, as many as may be unfinished at once."""
         while self._to_come:
@@ -273,8 +283,8 @@ class Replay(Simulator):
                 return
             request = self._to_come.popleft()
             arrival = request.arrival if self.concurrency is None else self.now
-            seq = self.add(str(request.id), prompt_token_ids_of(request, self.vocab_size), request.output_len)
-            seq.arrival_time = arrival
+            token_ids = prompt_token_ids_of(request, self.vocab_size)
+            seq = self.add(str(request.id), token_ids, request.output_len, arrival_time=arrival)
             timeline = RequestTimeline(seq.request_id, arrival, request.prompt_len)
             self._unfinished[seq] = progress = Progress(timeline, self.num_steps - 1, arrival)
             self.progress.append(progress)

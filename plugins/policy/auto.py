@@ -38,7 +38,11 @@ class CapabilityBounds:
 
 @dataclass(frozen=True)
 class When:
-    """Conditions on a SelectionShape; all that are given must hold. gpu: whether the step runs on a GPU."""
+    """Conditions on a SelectionShape; all that are given must hold. gpu: whether the step runs on a GPU.
+
+    captured: whether the choice is for a CUDA graph. It does not know the context then, so a row with a bound on
+    max_context is only right for other steps; where the context matters, rows for the graphs come before it.
+    """
 
     batch: Bounds | None = None
     num_tokens: Bounds | None = None
@@ -47,6 +51,7 @@ class When:
     kv_format: tuple[str, ...] | None = None
     compute_capability: CapabilityBounds | None = None
     has_prefix: bool | None = None
+    captured: bool | None = None
     gpu: bool | None = None
 
 

@@ -184,7 +184,7 @@ def test_names_are_looked_up_as_yaml_first(tmp_path: Path) -> None:
     )
     assert config.policy == PluginChoice("auto", {"rows": [1, 2], "fallback": "flash"})
     assert config.kv == PluginChoice("theirs", {"bits": 4})
-    assert {name for _, name in asked} == {"auto", "decode_first", "mygpu", "theirs"}  # a path is no name
+    assert {name for _, name in asked} == {"auto", "decode_first", "llguidance", "mygpu", "theirs"}  # a path is no name
 
 
 @pytest.mark.parametrize("wrong", [3, {"bits": 4}, {"name": 4}, ["int8"], ""])
@@ -229,3 +229,12 @@ def test_configuration_imports_neither_torch_nor_hydra() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'hydra', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_preset_measured_on_a_device_takes_the_place_of_the_policy_there():
+    config = EngineConfig.from_kwargs(policy={"name": "auto", "by_device": {"RTX 3060": "rtx3060", "Moon": "nowhere"}})
+    assert config.policy_on("cpu") == config.policy and "by_device" not in config.policy.options
+    rtx3060 = config.policy_on("NVIDIA GeForce RTX 3060 Laptop GPU").options["table"]
+    assert rtx3060[0]["use"] == ["triton_varlen", "sdpa"]
+    with pytest.raises(ConfigError, match=r"policy.by_device.Moon: there is no policy/nowhere.yaml"):
+        config.policy_on("Moon 1")

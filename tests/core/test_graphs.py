@@ -1,4 +1,4 @@
-"""C50: decode on fixed buffers equals eager decode, and padding rows harm nobody. The replay itself needs a GPU."""
+"""C50: steps on fixed buffers equal eager ones, and padding harms nobody. The replay itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, StructuredOutput
 from nanoserve.contracts.attention import AttentionBackend, AttentionSpec
 from nanoserve.contracts.capabilities import Capabilities
-from nanoserve.engine.graphs import DecodeGraphs, buckets_up_to
+from nanoserve.engine.decode_graphs import DecodeGraphs, buckets_up_to
+from nanoserve.engine.prefill_graphs import PrefillGraphs, token_buckets
 from nanoserve.hookspecs import hookimpl
 from nanoserve.registry import Registry
 from tests.helpers.oracle import is_greedy
@@ -47,13 +48,13 @@ class Plugin:
 
 
 def make(folder, **options) -> LLM:
-    """An engine that decodes on fixed buffers, without capturing."""
+    """An engine that runs on fixed buffers, without capturing."""
     registry = Registry.discover(extra=[Plugin()])
     options = {"block_size": 16, "num_kv_blocks": 40, "debug": True, "max_num_seqs": 8} | options
     llm = LLM(str(folder), attention="device_lengths", registry=registry, device="cpu", **options)
     runner = llm.engine.runner
-    assert runner.graphs is None, "a CPU engine has no use for fixed buffers"
-    runner.graphs = DecodeGraphs(
+    assert runner.decode_graphs is None, "a CPU engine has no use for fixed buffers"
+    runner.decode_graphs = DecodeGraphs(
         runner.model,
         runner.kv,
         runner.sampler,
@@ -63,6 +64,7 @@ def make(folder, **options) -> LLM:
         runner.max_model_len,
         capture=False,
     )
+    runner.prefill_graphs = PrefillGraphs(runner.model, runner.kv, 100, capture=False)
     return llm
 
 
@@ -74,6 +76,13 @@ def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
 def test_buckets_end_at_the_limit_and_never_exceed_it(max_num_seqs):
     sizes = buckets_up_to(max_num_seqs)
     assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs and sizes[0] == 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16, 17, 100, 2048])
+def test_token_buckets_end_at_the_limit_and_waste_less_than_half(max_tokens):
+    sizes = token_buckets(max_tokens)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == max_tokens
+    assert all(b <= 1.5 * a for a, b in zip(sizes, sizes[1:], strict=False))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -89,7 +98,7 @@ def test_batches_of_every_size_equal_eager(tiny_folder, overlap, kv):
             assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
             if kv == "bf16":
                 assert all(is_greedy(oracle, p, o.token_ids) for p, o in zip(prompts, ours, strict=True))
-        assert set(llm.engine.runner.graphs._buckets) == {1, 2, 4, 8}
+        assert set(llm.engine.runner.decode_graphs._buckets) == {1, 2, 4, 8}
 
 
 def test_more_sequences_than_any_captured_size_run_eagerly(tiny_folder):
@@ -107,6 +116,23 @@ def test_a_prompt_that_fills_the_context(tiny_folder):
     with make(folder) as llm:
         output = llm.generate([prompt], GREEDY)[0]
     assert len(output.token_ids) == 2 and is_greedy(oracle, prompt, output.token_ids)
+
+
+def test_prompts_beyond_the_largest_bucket_run_eagerly_and_others_on_fixed_buffers(tiny_folder, monkeypatch):
+    folder, oracle = tiny_folder
+    sizes = []
+    forward = PrefillGraphs.forward
+    monkeypatch.setattr(
+        PrefillGraphs,
+        "forward",
+        lambda self, batch, step: sizes.append(batch.num_prefill) or forward(self, batch, step),
+    )
+    rng = random.Random(8)
+    prompts = [[rng.randrange(512) for _ in range(n)] for n in (100, 101, 3)]
+    with make(folder) as llm:
+        outputs = [llm.generate([p], GREEDY)[0] for p in prompts]
+    assert sizes == [100, 3]
+    assert all(is_greedy(oracle, p, o.token_ids) for p, o in zip(prompts, outputs, strict=True))
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
@@ -136,11 +162,12 @@ def test_padding_writes_to_no_block(tiny_folder, kv):
 
 def test_sampling_beyond_temperature_leaves_the_captured_sampler(tiny_folder):
     folder, _ = tiny_folder
-    prompts = prompts_of(random.Random(4), 3)
+    prompts = prompts_of(random.Random(4), 4)
     base = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
     params = [base, replace(base, top_k=5, logprobs=2), replace(base, presence_penalty=1.0, logit_bias={3: 4.0})]
+    params.append(replace(base, structured=StructuredOutput(regex="[a-z]{8}")))
     with make(folder) as llm, LLM(str(folder), device="cpu", num_kv_blocks=40) as eager:
-        for chosen in (params, [base] * 3):
+        for chosen in (params, [base] * 4):
             ours, theirs = llm.generate(prompts, chosen), eager.generate(prompts, chosen)
             assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
 

@@ -107,5 +107,7 @@ def test_no_request_at_all() -> None:
 
 
 def test_directions() -> None:
-    names = ("output tok/s", "QPS", "goodput req/s", "TTFT p95 ms", "TPOT b8 ms", "preemptions", "requests", "text")
-    assert [better(n) for n in names] == ["higher"] * 3 + ["lower"] * 3 + [None] * 2
+    higher = ("output tok/s", "QPS", "goodput req/s", "against.cloze", "batch at 1024", "output tok/round")
+    lower = ("TTFT p95 ms", "TPOT b8 ms", "preemptions", "against.ppl", "decode idle share", "TTFT p50 rounds")
+    neither = ("requests", "text", "completed", "kv", "batch mean")
+    assert [{better(n) for n in names} for names in (higher, lower, neither)] == [{"higher"}, {"lower"}, {None}]

@@ -374,6 +374,7 @@ def chain_stage(report, weights, best):
             mock.patch.object(_skinny, "tile_for", tile_for),
             mock.patch.object(linear, "MAX_FUSED_NORM_TOKENS", 64 if fused_norm else 0),
             mock.patch.object(linear, "MAX_SKINNY_TOKENS", 0 if "cublas" in name else 64),
+            mock.patch.object(linear, "MAX_WGMMA_TOKENS", 0),
             *pdl("no pdl" not in name),
         ]
 
