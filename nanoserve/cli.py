@@ -12,9 +12,11 @@ import errno
 import io
 import os
 import re
+import signal
 import sys
 import tempfile
 import textwrap
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -41,10 +43,13 @@ if TYPE_CHECKING:
 
 #: Values taken as typed. For a file, null still means none, and a value in quotes is left to Hydra's own grammar.
 TEXT_KEYS = frozenset({"prompt", "system"})
-FILE_KEYS = frozenset({"prompts", "output", "report", "base", "new", "bench.trace", "model.path"})
+FILE_KEYS = frozenset(
+    ("prompts", "output", "report", "quality", "base", "new", "model.path", "bench.trace", "eval.text",
+     "simulate.trace", "simulate.fit", "simulate.check", "simulate.plot")
+)  # fmt: skip
 #: Flags that bring configurations of the user's own, which may name any choice of any plugin.
 OWN_FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "hydra.searchpath=")
-USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+USAGE, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 #: Not being able to write is the machine's affair; a traceback would explain nothing.
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -58,8 +63,12 @@ nanoserve runs Qwen3 language models on an engine whose every contested part is 
 
 Write KEY=VALUE. -m runs every combination of comma-separated values and compares them in one table; each job keeps a
 folder in multirun/, or in hydra.sweep.dir=FOLDER.
-Also: --cfg job prints the configuration, --version, --hydra-help.
+Also: task=NAME --help explains one task, --cfg job prints the configuration, --version, --hydra-help.
 """
+
+
+class Terminated(BaseException):  # noqa: N818  # as KeyboardInterrupt, it is no error
+    """SIGTERM, where Ctrl-C raises KeyboardInterrupt: whatever is open is closed on the way out."""
 
 
 class JobFailedError(BaseException):
@@ -80,11 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _plain_warnings():
             if {"-h", "--help"} & set(arguments):
-                print(help_text(Registry.discover()))
+                tasks = [word.removeprefix("task=") for word in arguments if word.startswith("task=")]
+                print(task_help(tasks[-1]) if tasks else help_text(Registry.discover()))
             elif "--version" in arguments:
                 print(f"nanoserve {nanoserve.__version__}")
             else:
-                _compose_and_run(arguments)
+                with _terminable():
+                    _compose_and_run(arguments)
             sys.stdout.flush()
     except SystemExit as stop:
         if isinstance(stop.__cause__, OSError):
@@ -93,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
+    except Terminated:
+        print("nanoserve: terminated", file=sys.stderr)
+        return TERMINATED
     except JobFailedError as failure:
         return _report(failure.__cause__ or failure, show_traceback)
     except Exception as error:
@@ -368,9 +382,7 @@ def unknown_option(key: str) -> str:
 
 def _keys_of(task: str) -> set[str]:
     """The top-level keys that ``task=TASK`` adds: its options and its groups."""
-    values = load_yaml("task", task) or {}
-    groups = {group.strip("/") for entry in values.pop("defaults", ()) if isinstance(entry, dict) for group in entry}
-    return (set(values) | groups) - {"task", "sampling"}
+    return (set(load_yaml("task", task) or {}) | set(_groups_of(task))) - {"defaults", "task", "sampling"}
 
 
 def _unknown_choice(error: Any, registry: Registry) -> NanoserveError:
@@ -381,6 +393,23 @@ def _unknown_choice(error: Any, registry: Registry) -> NanoserveError:
             return registry.unknown(kind, name, known)
     hint = did_you_mean(name, known) or ("; write model.path=FOLDER for a checkpoint" if group == "model" else "")
     return ConfigError(f"unknown {group} {name!r}; known are: {', '.join(known)}{hint}")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises Terminated meanwhile. A task that serves has a handler of its own."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -414,17 +443,57 @@ def help_text(registry: Registry) -> str:
     defaults = {**DEFAULTS, "engine": "default", "sampling": "default", "task": "generate"}
     for group, default in defaults.items():
         names = {*group_names(group, paths), *(registry.names(kinds[group]) if group in kinds else ())}
-        starred = ("*" + name if name == default else name for name in sorted(names))
-        indent = " " * 13
-        lines.append(textwrap.fill(", ".join(starred), 110, initial_indent=f"  {group:11}", subsequent_indent=indent))
+        lines.append(_group_line(group, sorted(names), default))
     for group in ("engine", "sampling"):
-        lines += ["", f"{group} options:", *_options_of(group, "default", f"{group}.")]
+        lines += ["", f"{group} options:", *_options_of(group, "default")]
     for task in group_names("task"):
-        lines += ["", f"task={task} options:", *_options_of("task", task, "")]
+        lines += ["", *_task_options(task)]
     lines += ["", "The options of a plugin are written GROUP.OPTION=VALUE, as in kv.dtype=float16."]
     return "\n".join(lines)
 
 
-def _options_of(group: str, name: str, prefix: str) -> list[str]:
-    text = (config_folders(CONFIG_PATHS)[0] / group / f"{name}.yaml").read_text(encoding="utf-8")
-    return [f"  {prefix + m[1] + '=' + m[2]:46} {m[3]}" for m in re.finditer(r"(?m)^(\w+): (.*?)  # (.*)$", text)]
+def task_help(task: str) -> str:
+    """One task: what it does, its groups and its options. Raises ConfigError if there is none of this name."""
+    if task not in group_names("task"):
+        names = group_names("task")
+        raise ConfigError(f"task: {task!r} is not one of {', '.join(names)}{did_you_mean(task, names)}")
+    about = re.search(r"(?m)^# (?!@)(.*)", _yaml_text("task", task))
+    return "\n".join([f"nanoserve task={task}: {about[1] if about else ''}", "", *_task_options(task)])
+
+
+def _task_options(task: str) -> list[str]:
+    lines = [f"task={task} options:", *_options_of("task", task)]
+    for group, default in _groups_of(task).items():
+        lines += [_group_line(group, group_names(group), default), *_options_of(group, default)]
+    return lines
+
+
+def _groups_of(task: str) -> dict[str, str]:
+    """The groups that ``task=TASK`` brings, with the name that each begins with."""
+    entries = (load_yaml("task", task) or {}).get("defaults", ())
+    return {g.strip("/"): name for entry in entries if isinstance(entry, dict) for g, name in entry.items()}
+
+
+def _group_line(group: str, names: Sequence[str], default: str) -> str:
+    starred = ", ".join("*" + name if name == default else name for name in names)
+    return textwrap.fill(starred, 110, initial_indent=f"  {group:11}", subsequent_indent=" " * 13)
+
+
+def _yaml_text(group: str, name: str) -> str:
+    text: str = (config_folders(CONFIG_PATHS)[0] / group / f"{name}.yaml").read_text(encoding="utf-8")
+    return text
+
+
+def _options_of(group: str, name: str) -> list[str]:
+    """A line for every key that has a comment, one level of nesting deep. A task's keys stand alone."""
+    lines = []
+    prefix = "" if group == "task" else f"{group}."
+    outer = ""
+    for m in re.finditer(r"(?m)^( *)(\w+):(?: (.*?))??(?:  # (.*))?$", _yaml_text(group, name)):
+        indent, key, value, comment = m.groups()
+        if not indent:
+            outer = f"{key}."
+        if comment is not None:
+            name_and_value = prefix + (outer if indent else "") + key + (f"={value}" if value else "")
+            lines.append(f"  {name_and_value:46} {comment}")
+    return lines

@@ -56,18 +56,21 @@ class LLM:
         prompts: str | list[str] | list[int] | list[list[int]],
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
+        priority: int | list[int] = 0,
         progress: bool = False,
         on_finish: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts (texts or token ids) to their end; results in the order of the prompts.
 
-        params: one for all, or one per prompt; default ``SamplingParams()``. progress: a bar on standard error.
+        params: one for all, or one per prompt; default ``SamplingParams()``. priority: likewise; lower is more urgent,
+        for schedulers that care. progress: a bar on standard error.
         on_finish: called with (position of the prompt, its result) as soon as a prompt has ended, in any order.
         A prompt that can never run raises RequestError (CapacityError if it does not fit), naming its position, before
         anything has been started.
         """
         tokenized = [self._tokenize(p) for p in self._as_list(prompts)]
         per_prompt = self._params_for(params, len(tokenized))
+        priorities = self._priorities_for(priority, len(tokenized))
         for i, ((_, ids), p) in enumerate(zip(tokenized, per_prompt, strict=True)):
             try:
                 self.engine.check(ids, p)
@@ -75,8 +78,8 @@ class LLM:
                 raise type(error)(f"prompt {i}: {error}" if len(tokenized) > 1 else str(error)) from None
         started: list[str] = []
         try:
-            for (text, ids), p in zip(tokenized, per_prompt, strict=True):
-                started.append(self._add(ids, p, prompt=text))
+            for (text, ids), p, urgency in zip(tokenized, per_prompt, priorities, strict=True):
+                started.append(self._add(ids, p, prompt=text, priority=urgency))
             results: dict[str, RequestOutput] = {}
             with _bar(len(started), enabled=progress) as bar:
                 while len(results) < len(started):
@@ -92,14 +95,17 @@ class LLM:
             for request_id in started:
                 self._forget(request_id)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Iterator[RequestOutput]:
         """Yield deltas as they come: text and token ids that are new since the last one, for each of ``n`` outputs.
 
         The concatenated deltas are exactly what ``generate`` returns. Leaving the loop aborts the request. The request
         is checked and queued at once, so errors are raised here and not at the first ``next``.
         """
         text, ids = self._tokenize(prompt)
-        return _Stream(self, self._add(ids, _one(params), prompt=text, stream=True))
+        (urgency,) = self._priorities_for(priority, 1)
+        return _Stream(self, self._add(ids, _one(params), prompt=text, stream=True, priority=urgency))
 
     def chat(
         self,
@@ -167,9 +173,21 @@ class LLM:
             raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one for each")
         return [_one(p) for p in params]
 
-    def _add(self, ids: list[int], params: SamplingParams, *, prompt: str | None, stream: bool = False) -> str:
+    @staticmethod
+    def _priorities_for(priority: int | list[int], count: int) -> list[int]:
+        priorities = priority if isinstance(priority, list) else [priority] * count
+        if len(priorities) != count:
+            raise RequestError(f"{len(priorities)} priorities for {count} prompts; give one, or one for each")
+        for value in priorities:
+            if type(value) is not int:
+                raise RequestError(f"a priority is an integer, lower for the more urgent, not {value!r}")
+        return priorities
+
+    def _add(
+        self, ids: list[int], params: SamplingParams, *, prompt: str | None, priority: int, stream: bool = False
+    ) -> str:
         request_id = f"llm-{next(self._ids)}"
-        self.engine.add_request(request_id, ids, params, prompt=prompt, stream=stream)
+        self.engine.add_request(request_id, ids, params, prompt=prompt, stream=stream, priority=priority)
         self._inbox[request_id] = deque()
         return request_id
 

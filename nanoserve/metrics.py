@@ -181,8 +181,19 @@ def summarise(requests: Sequence[RequestTimeline], objectives: Objectives) -> di
 
 def better(name: str) -> Literal["higher", "lower"] | None:
     """Which direction of a figure is good; None for one that is neither (a count of requests, a name)."""
-    if name.endswith(("tok/s", "req/s")) or name in ("QPS", "goodput share", "prefix hit rate", "share of roofline"):
+    last = name.rpartition(".")[2]  # of ``against.ppl``
+    if name.endswith(("tok/s", "req/s", "tok/round")) or name.startswith("batch at ") or last in _HIGHER:
         return "higher"
-    if name.endswith(" ms") or name in ("preemptions", "failed", "aborted", "duration s", "steps"):
+    if name.endswith((" ms", " rounds", "idle share", "idle share, timed")) or last in _LOWER:
         return "lower"
     return None
+
+
+_HIGHER = frozenset(
+    ("QPS", "goodput share", "prefix hit rate", "share of roofline", "top1_agreement", "attention_cosine", "parses",
+     "brackets", "cloze", "blocks", "tokens")
+)  # fmt: skip
+_LOWER = frozenset(
+    ("preemptions", "failed", "aborted", "duration s", "steps", "ppl", "delta_ppl", "kl", "rounds", "peak blocks",
+     "recomputed tokens", "passed over max", "bytes per token")
+)  # fmt: skip

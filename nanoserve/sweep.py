@@ -1,7 +1,8 @@
 """What a multirun adds: every job leaves its outcome in its own folder, and one table at the end compares them.
 
 The best value of a column is marked where it is known which direction is good. The table also goes, in full, into
-``sweep.csv`` in the sweep's folder.
+``sweep.csv`` in the sweep's folder, and what can be good or bad is plotted in ``sweep.html`` beside it, if matplotlib
+is there.
 The outcome travels through a file because a launcher may run jobs in other processes or on other machines. A failed
 job is a row with its reason; it stops no other job and makes the exit code 1.
 """
@@ -29,6 +30,7 @@ from nanoserve.metrics import better
 
 FILE = "result.json"
 CSV_FILE = "sweep.csv"
+PLOT_FILE = "sweep.html"
 MAX_CELL = 48  # characters
 FILE_WIDTH = 320  # characters: a table that goes into a file or a pipe is not squeezed
 
@@ -79,11 +81,14 @@ class SweepTable(Callback):
         outcomes.sort(key=lambda outcome: outcome["job"])
         if outcomes:
             write_csv(outcomes, Path(config.hydra.sweep.dir) / CSV_FILE)
+            write_plot(outcomes, Path(config.hydra.sweep.dir) / PLOT_FILE)
         try:
             print_table(table(outcomes))
             sys.stdout.flush()
         except OSError as error:  # a full disk
             raise SystemExit(1) from error
+        written = [name for name in (CSV_FILE, PLOT_FILE) if (Path(config.hydra.sweep.dir) / name).is_file()]
+        print(f"nanoserve: in {config.hydra.sweep.dir}: {', '.join(written)}", file=sys.stderr)
         failed = [outcome for outcome in outcomes if outcome["error"]]
         for outcome in failed:
             words = "".join(f" {key}={value}" for key, value in _swept(outcomes, outcome).items())
@@ -143,6 +148,26 @@ def write_csv(outcomes: list[dict[str, Any]], path: Path) -> None:
             values = {**outcome["figures"], "error": outcome["error"]}
             row = [outcome["overrides"].get(key) for key in keys] + [values.get(column) for column in columns]
             writer.writerow([outcome["job"], *row])
+
+
+def write_plot(outcomes: list[dict[str, Any]], path: Path) -> None:
+    """The figures that have a best job. Nothing is written if there is none, or no library to plot with."""
+    from nanoserve.tasks.bench import html
+
+    keys, columns = _columns(outcomes)
+    values = {column: [outcome["figures"].get(column) for outcome in outcomes] for column in columns}
+    best = {column: _best(values[column], column) for column in columns}
+    figures = {
+        column: [value if _is_number(value) else None for value in values[column]]
+        for column in columns
+        if best[column] is not None
+    }
+    if figures and html.available():
+        jobs = [
+            _cell(f"{outcome['job']}: " + " ".join(str(outcome["overrides"].get(key)) for key in keys))
+            for outcome in outcomes
+        ]
+        path.write_text(html.render_sweep(jobs, figures, best), encoding="utf-8")
 
 
 def _columns(outcomes: list[dict[str, Any]]) -> tuple[list[str], list[str]]:

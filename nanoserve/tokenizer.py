@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ class Tokenizer:
         """What each id contributes to the UTF-8 text, or None if that depends on its neighbours (not byte-level)."""
         return self._token_bytes[skip_special_tokens] if self._byte_level else None
 
+    def to_json(self) -> str:
+        """The whole tokenizer as the text of a ``tokenizer.json``, for libraries that bring their own."""
+        return self._backend.to_str()
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -78,6 +83,20 @@ class Tokenizer:
         except Exception as error:  # the template is foreign code: raise_exception, undefined names, type errors
             raise RequestError(f"the chat template rejects this conversation: {error}") from error
         return self._encode(text, add_special_tokens=False)
+
+    def template_variables(self) -> frozenset[str]:
+        """Names that ``template_kwargs`` of ``render_chat`` can set with an effect: what the template reads besides
+        the messages. Empty without a template."""
+        import inspect
+
+        from jinja2 import Environment, meta
+
+        if not self._hf.chat_template:
+            return frozenset()
+        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._hf.get_chat_template())  # a tag of transformers'
+        read = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+        ours = {*inspect.signature(self._hf.apply_chat_template).parameters, "messages", "tools", "documents"}
+        return frozenset(read) - ours - set(self._hf.special_tokens_map) - {"raise_exception", "strftime_now"}
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):

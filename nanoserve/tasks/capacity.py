@@ -25,6 +25,7 @@ from nanoserve.config import EngineConfig, EngineOptions
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.kvcache import KVCacheShape
 from nanoserve.engine.build import engine_dtype, resolve_max_model_len
+from nanoserve.engine.guard import block_bytes
 from nanoserve.engine.memory import blocks_on_cpu
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.loader import resolve_model
@@ -90,8 +91,7 @@ class Plan:
 def run(job: Job) -> dict[str, Any]:
     options: Options = job.options
     config, registry = job.config, job.registry
-    _, shape = model_config(config)
-    longest = resolve_max_model_len(config.engine, shape)
+    longest = longest_sequence(config)
     contexts = options.contexts or [n for n in (longest // 16, longest // 4, longest) if n]
     if max(contexts) > longest:
         raise ConfigError(f"contexts: {max(contexts)} exceeds the longest sequence of {longest} tokens")
@@ -124,6 +124,11 @@ def model_config(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
     return folder, ModelConfig.from_folder(folder)
 
 
+def longest_sequence(config: EngineConfig) -> int:
+    """Tokens."""
+    return resolve_max_model_len(config.engine, model_config(config)[1])
+
+
 def plan(config: EngineConfig, registry: Registry, kv: str, memory_gib: float, reserved_gib: float) -> Plan:
     """How an engine of this configuration with KV format ``kv`` would divide a GPU of ``memory_gib`` (or the CPU).
 
@@ -150,7 +155,7 @@ def plan(config: EngineConfig, registry: Registry, kv: str, memory_gib: float, r
             device=device,
         ),
     )
-    per_block = cache.bytes_per_block()
+    per_block = block_bytes(cache)
     if options.num_kv_blocks is not None:
         num_blocks = options.num_kv_blocks
     elif device.type == "cpu":

@@ -1,5 +1,9 @@
 """``task=compare base=a.json new=b.json gate=NAME``: what got better, what got worse, and whether that is too much.
 
+Without records two engines are measured here, in one process and by turns, so that what disturbs one disturbs the
+other: the configured one, and the same with the plugins of ``against``. Choosing a plugin is no regression, so nothing
+is gated then.
+
 Rule of the gate. A metric falls when the median of its repeats got worse by more than its limit (a share of the
 base's median) *and* the middle halves of the repeats, first to third quartile, do not overlap: a difference within
 the noise is none. Records without repeats have no noise to show, and the limit alone decides. A metric that was defined
@@ -8,20 +12,24 @@ and no longer is has fallen; so has a count of something bad that was 0.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nanoserve.config import did_you_mean
+from nanoserve.config import PluginChoice, build, did_you_mean
 from nanoserve.contracts.errors import ConfigError, NanoserveError
 from nanoserve.metrics import better, percentile
-from nanoserve.tasks.bench.record import print_line, print_table
-from nanoserve.tasks.bench.serve import FIGURES
+from nanoserve.tasks import compare_report
+from nanoserve.tasks.bench.record import composition, describe, print_line, print_table
+from nanoserve.tasks.bench.serve import FIGURES, Repeats, Serve, resolve
 
 if TYPE_CHECKING:
+    from nanoserve.config import EngineConfig
     from nanoserve.tasks import Job
 
 
@@ -46,12 +54,43 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Options:
-    """The keys of ``conf/task/compare.yaml``."""
+class Against:
+    """Plugins of the second engine; None: as in the first."""
 
-    base: str
-    new: str
+    attention: str | None = None
+    kv: str | None = None
+    scheduler: str | None = None
+    policy: str | None = None
+
+    @property
+    def plugins(self) -> dict[str, PluginChoice]:
+        return {group: PluginChoice(name) for group, name in asdict(self).items() if name is not None}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of ``conf/task/compare.yaml``. base, new: both, or neither: then ``bench`` is run with two engines.
+
+    report: file for a page about the two engines; quality: record of ``task=eval`` for it.
+    """
+
     gate: Gate
+    bench: dict[str, Any]
+    against: Against = Against()
+    base: str | None = None
+    new: str | None = None
+    report: str | None = None
+    quality: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.base is None) != (self.new is None):
+            raise ConfigError("base and new: give the files of two records, or neither to measure two engines here")
+        if self.base is None and not self.against.plugins:
+            raise ConfigError("against: choose a plugin for the second engine, as in against.kv=int8")
+        if self.report is not None and self.base is not None:
+            raise ConfigError("report: it is about two engines that are measured here; leave base and new out")
+        if self.quality is not None and self.report is None:
+            raise ConfigError("quality: it goes into a page, so report=FILE is needed too")
 
 
 @dataclass(frozen=True)
@@ -118,10 +157,20 @@ class Change:
 
 
 def run(job: Job) -> dict[str, Any]:
-    options = job.options
-    base, new = (_read(key, path) for key, path in (("base", options.base), ("new", options.new)))
-    _same(base, new, options.gate)
-    changes = compare(base, new, options.gate)
+    options: Options = job.options
+    quality = None
+    plugins: dict[str, Any] = options.against.plugins
+    configs = [job.config, replace(job.config, **plugins)]
+    if options.quality is not None:
+        quality = compare_report.read_quality(options.quality, (configs[0].kv.name, configs[1].kv.name))
+    if options.base is None or options.new is None:
+        base, new = side_by_side(job, configs)
+        gate = Gate({})
+    else:
+        base, new = _read("base", options.base), _read("new", options.new)
+        gate = options.gate
+        _same(base, new, gate)
+    changes = compare(base, new, gate)
     shown = [c for c in changes if c.limit is not None or c.name in FIGURES or c.verdict in ("better", "worse")]
     print_table(
         "base → new: median (first … third quartile of the repeats)",
@@ -130,16 +179,37 @@ def run(job: Job) -> dict[str, Any]:
     )
     print_line(f"{len(changes) - len(shown)} more metrics are the same or within the noise")
     for key, record in (("base", base), ("new", new)):
-        engine = record.get("engine", {})
-        print_line(
-            f"{key}: {record.get('hardware')}, git {record.get('git')}, {engine.get('model')}, "
-            f"attention {engine.get('attention')}, kv {engine.get('kv')}, scheduler {engine.get('scheduler')}"
-        )
+        print_line(f"{key}: {record.get('hardware')}, git {record.get('git')}, {composition(record)}")
+    if options.report is not None:
+        page = (job.folder or Path()) / options.report
+        compare_report.write(page, (base, new), changes, configs, job.registry, quality)
+        print_line(f"{page}: speed, capacity and quality side by side")
     fallen = [change for change in changes if change.verdict == "fell"]
     if fallen:
         reasons = "; ".join(f"{c.name} {c.base} → {c.new}, limit {_share(c.limit)}" for c in fallen)
-        raise RegressionError(f"{len(fallen)} of {len(options.gate.limits)} gated metrics fell: {reasons}")
-    return {"compared": len(changes), "fell": 0}
+        raise RegressionError(f"{len(fallen)} of {len(gate.limits)} gated metrics fell: {reasons}")
+    ratios = {f"{c.name}, new / base": c.ratio for c in changes if c.name in ("output tok/s", "TTFT p50 ms")}
+    return {"compared": len(changes), "fell": 0, **{k: v and float(f"{v:.4g}") for k, v in ratios.items()}}
+
+
+def side_by_side(job: Job, configs: Sequence[EngineConfig]) -> list[dict[str, Any]]:
+    """The records of two engines that run the workload of ``bench`` by turns."""
+    from tqdm import tqdm
+
+    options: Options = job.options
+    workload = build(Serve, resolve(options.bench), "bench")
+    # The second engine gets what the first leaves of a GPU.
+    half = replace(configs[0].engine, gpu_memory_utilization=configs[0].engine.gpu_memory_utilization / 2)
+    jobs = [replace(job, config=replace(configs[0], engine=half)), replace(job, config=configs[1])]
+    with contextlib.ExitStack() as stack:
+        llms = [stack.enter_context(one.llm()) for one in jobs]
+        bar = stack.enter_context(tqdm(unit="request", disable=not sys.stderr.isatty()))
+        both = [Repeats(llm, workload) for llm in llms]
+        bar.reset(total=sum(one.num_requests for one in both))
+        for _ in range(workload.repeat):
+            for repeats in both:
+                repeats.run(bar.update)
+        return [{**describe(one.llm), "workload": asdict(workload), **one.result().record} for one in both]
 
 
 def compare(base: Mapping[str, Any], new: Mapping[str, Any], gate: Gate) -> list[Change]:

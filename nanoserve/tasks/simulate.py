@@ -133,9 +133,9 @@ def make_replay(config: EngineConfig, registry: Registry, options: Simulation, m
     if engine.num_kv_blocks is None:
         raise ConfigError("engine.num_kv_blocks: task=simulate needs a number; task=capacity says what fits a GPU")
     if engine.max_model_len is None:
-        from nanoserve.tasks.capacity import model_config
+        from nanoserve.tasks.capacity import longest_sequence
 
-        max_model_len = model_config(config)[1].max_position_embeddings
+        max_model_len = longest_sequence(config)
     else:
         max_model_len = engine.max_model_len
     blocks = BlockManager(engine.num_kv_blocks, engine.block_size, engine.enable_prefix_caching)

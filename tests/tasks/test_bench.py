@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.scheduling import Schedule, SchedulerLimits
@@ -38,7 +42,7 @@ class Clock:
         return self.time
 
     def sleep(self, seconds: float) -> None:
-        self.time += seconds
+        self.time = max(self.time + seconds, math.nextafter(self.time, math.inf))  # every clock moves on
 
 
 class FakeModel:
@@ -179,6 +183,39 @@ def test_prefix_hits_and_preemptions_reach_the_figures() -> None:
     assert again.requests[0].num_cached_tokens == 32 and again.figures(Objectives())["prefix hit rate"] == 0.8
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30).map(lambda n: n / 10), st.integers(1, 150), st.integers(1, 20)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.booleans(),
+    st.none() | st.integers(1, 3),
+    st.integers(12, 40),
+)
+def test_any_workload_adds_up(
+    requests: list[tuple[float, int, int]], overlap: bool, concurrency: int | None, num_blocks: int
+) -> None:
+    """Fake clock and model: a request's parts make up its latency, and nothing takes longer than the run."""
+    run = Bench(num_blocks, overlap)(sorted(requests), concurrency)
+    for request, (_, _, output_len) in zip(run.requests, sorted(requests), strict=True):
+        assert request.finish_reason == "length" and request.output_len == output_len
+        assert request.queue + request.prefill + request.decode == pytest.approx(request.e2e)
+        assert request.queue >= 0 and request.prefill > 0
+        assert sum(request.itl) == pytest.approx(request.decode)
+        if request.tpot is not None:
+            assert request.tpot * (output_len - 1) == pytest.approx(request.decode)
+    figures = run.figures(Objectives(ttft=0.5, tpot=0.2))
+    assert figures["completed"] == len(requests) and figures["failed"] == 0
+    assert figures["goodput req/s"] <= figures["QPS"] + 1e-9
+    assert figures["busy s"] <= max(step.end for step in run.steps) + 1e-9
+    assert 0 < figures["KV use peak"] <= 1
+    read = sum(step.num_prefill_tokens for step in run.steps)
+    if not figures["preemptions"]:  # what was found in the cache is not read, and nothing is read twice
+        assert read == sum(request.prompt_len - request.num_cached_tokens for request in run.requests)
+
+
 # --- scenarios -----------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +282,10 @@ def real(cli: Cli, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> An
     return lambda *arguments: cli(*fixed, *arguments)
 
 
+def loads_nothing(page: str) -> bool:
+    return not re.search(r"""(src|href)=["'](?!#)""", page.replace("xlink:href", "href"))
+
+
 def test_a_record_has_all_that_others_need(real: Any) -> None:
     run = real("bench.rate=200", "bench.repeat=3", "output=a.json", "report=a.html")
     assert run.code == 0, run.err
@@ -261,7 +302,7 @@ def test_a_record_has_all_that_others_need(real: Any) -> None:
     assert record["phases_ms"]["sample"] is None and record["phases_ms"]["tokenise"] > 0
     page = Path("a.html").read_text()
     assert page.count("<svg") == len(html.PLOTS) == 3
-    assert not re.search(r"""(src|href)=["'](?!#)""", page.replace("xlink:href", "href")), "it must load nothing"
+    assert loads_nothing(page)
 
 
 def test_a_sweep_marks_the_best_and_keeps_failing_jobs(real: Any) -> None:
@@ -277,6 +318,27 @@ def test_a_sweep_marks_the_best_and_keeps_failing_jobs(real: Any) -> None:
     assert [bool(row["output tok/s"]) for row in rows] == [True, False, True, False]
     assert [row["error"][:27] for row in rows] == ["", "engine.max_num_seqs must be", "", "engine.max_num_seqs must be"]
     assert json.loads(Path("sweep/2/bench.json").read_text())["engine"]["scheduler"] == "prefill_first"
+    page = Path("sweep/sweep.html").read_text()
+    assert page.count("<svg") == 1 and loads_nothing(page)
+    assert all(f">{text}</text>" in page for text in ("output tok/s", "2: prefill_first 4", "none"))
+
+
+@pytest.mark.parametrize(("best", "colours"), [(20.0, 2), (None, 1)])
+def test_the_plot_of_a_sweep_marks_the_best(best: float | None, colours: int) -> None:
+    page = html.render_sweep(["a", "b"], {"QPS": [10.0, 20.0]}, {"QPS": best})
+    assert len(set(re.findall(r"fill: (#1f77b4|#ff7f0e)", page))) == colours and ">20</text>" in page
+
+
+def test_joblib_launches_a_sweep(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Hydra's own launchers work: jobs in other processes, the table here."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    command = [sys.executable, "-m", "nanoserve", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2",
+               "hydra.sweep.dir=sweep", "task=bench", f"model.path={tiny_checkpoint}", "engine.num_kv_blocks=64",
+               "bench.num_requests=2", "bench.input_len=4", "bench.output_len=2", "kv=bf16,int8"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2 jobs" in done.stdout and (tmp_path / "sweep" / "1" / "bench.json").is_file()
+    assert len((tmp_path / "sweep" / "sweep.csv").read_text().splitlines()) == 3
 
 
 def test_the_older_kinds_work_as_they_did(real: Any, tiny_checkpoint: Path, cli: Cli) -> None:

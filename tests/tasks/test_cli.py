@@ -244,7 +244,7 @@ def test_a_sweep_that_goes_well(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> No
     assert [result["overrides"]["kv"] for result in results] == ["bf16", "bf16", "int8", "int8"]
     assert all(result["figures"]["text"] == "ba" for result in results)
     files = {str(file.relative_to("sweep")) for file in Path("sweep").rglob("*") if file.is_file()}
-    assert files == {"multirun.yaml", "sweep.csv", *(f"{i}/result.json" for i in range(4))}
+    assert files == {"multirun.yaml", "sweep.csv", "sweep.html", *(f"{i}/result.json" for i in range(4))}
     assert not any("hf_secret" in (Path("sweep") / file).read_text() for file in files)  # C47: no token on disk
     header = run.out.splitlines()[6]
     assert "kv" in header and "scheduler" in header and "prompt " not in header.replace("prompt tokens", "")

@@ -116,6 +116,78 @@ def test_records_that_prove_nothing_are_refused(gate: Any) -> None:
     assert gate("a.json", "other.json", "gate.same_workload=false").code == 0
 
 
+# --- two engines here and now --------------------------------------------------------------------------------------
+
+
+def test_without_records_two_engines_take_turns(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path
+) -> None:
+    """What is counted is the same for both; a slower format is no regression, so the exit code is 0."""
+    monkeypatch.setattr(Job, "llm", REAL_LLM)
+    small = [f"model.path={tiny_checkpoint}", "engine.num_kv_blocks=64", "bench.num_requests=3", "bench.repeat=3"]
+    run = cli("task=compare", *small, "bench.input_len=4", "bench.output_len=3", "bench.shared_prefix_len=0")
+    assert run.code == 0, run.err
+    assert "base: " in run.out and "kv bf16" in run.out and "kv int8" in run.out
+    rows = {line.split("│")[1].strip(): line for line in run.out.splitlines() if line.startswith("│")}
+    assert "same" in rows["preemptions"] and "…" in rows["output tok/s"]  # repeats give bounds
+
+
+def eval_record(against: str = "int8") -> str:
+    figures = {"base.ppl": 8.0, "against.ppl": 8.01, "delta_ppl": 0.00125, "tokens": 1000, "bytes": 3000}
+    bar = {"figure": "delta_ppl", "limit": 0.005, "at_least": False, "gates": True, "met": True}
+    more = {"engine": {"model": "judged"}, "hardware": "GPU"}
+    return json.dumps({"base": "bf16", "against": against, "figures": figures, "bars": [bar], **more})
+
+
+def test_the_page_has_speed_capacity_and_quality_side_by_side(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path
+) -> None:
+    """Written into a page with the two marks, it replaces what stands between them and nothing else."""
+    monkeypatch.setattr(Job, "llm", REAL_LLM)
+    Path("eval.json").write_text(eval_record())
+    Path("page.md").write_text("# Mine\n<!-- measured -->\nold\n<!-- /measured -->\nend\n")
+    small = [f"model.path={tiny_checkpoint}", "engine.num_kv_blocks=64", "bench.num_requests=3", "bench.repeat=1",
+             "bench.input_len=4", "bench.output_len=3", "bench.shared_prefix_len=0"]  # fmt: skip
+    run = cli("task=compare", *small, "report=page.md", "quality=eval.json")
+    assert run.code == 0, run.err
+    page = Path("page.md").read_text()
+    assert page.startswith("# Mine\n<!-- measured -->\n") and page.endswith("\n<!-- /measured -->\nend\n")
+    assert "old" not in page and "perplexity +0.12%" in page
+    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("|")}
+    assert rows["output tok/s"].count("|") == 6 and "1.00×" in rows["preemptions"]
+    assert rows["tokens in the pool"].split("|")[2:4] == [" 1,024 ", " 1,024 "]
+    unquantised, int8 = (float(cell.replace(",", "")) for cell in rows["bytes per token"].split("|")[2:4])
+    assert 0.2 < int8 / unquantised < 0.4  # fp32 on a CPU
+    assert "≤ +0.500% | pass" in rows["Δ perplexity"] and "1,000 tokens scored with judged on GPU" in page
+    assert cli("task=compare", *small, "report=fresh.md").code == 0
+    assert Path("fresh.md").read_text().startswith("# kv=int8 against kv=bf16\n\n**")
+    assert "Not measured: give `quality=FILE`" in Path("fresh.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quality=eval.json"], "report=FILE is needed too"),
+        (["base=a.json", "new=b.json", "report=a.md"], "report: it is about two engines that are measured here"),
+        (["report=a.md", "quality=none.json"], "quality: cannot read 'none.json'"),
+        (["report=a.md", "quality=bad.json"], "quality: 'bad.json' is no record of task=eval"),
+        (["report=a.md", "quality=other.json"], "compares kv=bf16 with kv=fp8, here it is bf16 with int8"),
+        (["base=a.json"], "base and new: give the files of two records, or neither"),
+        (["against.kv=null"], "against: choose a plugin"),
+        (["against.kv=int9"], "unknown kv 'int9'"),
+        (["bench.rate=3"], "bench.rate must be null with arrival=all"),
+    ],
+)
+def test_which_two_must_be_clear(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(Job, "llm", REAL_LLM)
+    Path("bad.json").write_text("{}")
+    Path("other.json").write_text(eval_record("fp8"))
+    run = cli("task=compare", f"model.path={tiny_checkpoint}", "engine.num_kv_blocks=64", *arguments)
+    assert run.code == 2 and message in run.err and run.err.count("\n") == 1
+
+
 # --- what it is for ------------------------------------------------------------------------------------------------
 
 SLOW = """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.config import build
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.tasks.bench import html, serve, synthetic
-from nanoserve.tasks.bench.record import describe, print_line, print_table, write
+from nanoserve.tasks.bench.record import composition, describe, print_line, print_table, write
 
 if TYPE_CHECKING:
     from nanoserve.tasks import Job
@@ -53,11 +53,7 @@ def run(job: Job) -> dict[str, Any]:
     print_table(measured.title, measured.columns, measured.rows)
     for line in measured.lines:
         print_line(line)
-    engine = record["engine"]
-    print_line(
-        f"{record['hardware']}, torch {record['versions']['torch']}, {engine.get('model')}, "
-        f"attention {engine.get('attention')}, kv {engine.get('kv')}, scheduler {engine.get('scheduler')}"
-    )
+    print_line(f"{record['hardware']}, torch {record['versions']['torch']}, {composition(record)}")
     folder, output = job.folder or Path(), job.options.output
     if output is None and job.folder is not None and kind == "serve":
         output = "bench.json"

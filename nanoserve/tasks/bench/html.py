@@ -1,4 +1,4 @@
-"""One self-contained HTML page per record: figures, composition, and plots as inline SVG made with matplotlib.
+"""Self-contained HTML pages, of one record and of a sweep: figures, and plots as inline SVG made with matplotlib.
 
 Matplotlib is the optional extra ``bench``; nothing here imports it before a page is asked for.
 """
@@ -27,9 +27,14 @@ h1, h2 { font-weight: 600 }
 """
 
 
+def available() -> bool:
+    """Whether there is a library to plot with."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def require() -> None:
     """ConfigError when matplotlib is missing, before anything has been measured."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not available():
         raise ConfigError("report: the plots need matplotlib; pip install 'nanoserve[bench]', or leave report= out")
 
 
@@ -45,19 +50,49 @@ def render(record: Mapping[str, Any]) -> str:
     phases = [[name, "not separable" if ms is None else _number(ms)] for name, ms in record["phases_ms"].items()]
     kept = {key: record[key] for key in ("hardware", "versions", "git", "engine", "workload", "config")}
     title = f"nanoserve bench: {record['engine'].get('model', '')}, {workload['scenario'] or workload['arrival']}"
-    return "\n".join(
+    return _page(
+        title,
         [
-            f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
-            f"<h1>{escape(title)}</h1><p>{escape(str(record['hardware']))}; medians of {len(record['runs'])} runs, "
+            f"<p>{escape(str(record['hardware']))}; medians of {len(record['runs'])} runs, "
             f"plots of run {record['shown_run'] + 1}</p>",
             "<h2>Latency, milliseconds</h2>" + _table(["", *columns], latencies),
             "<h2>Rates and the engine</h2>" + _table(["", ""], rest),
             f"<h2>Where a request's time goes, milliseconds</h2>{_table(['', 'mean'], phases)}"
             f"<p>{escape(record['phases_note'])}</p>",
             *(f"<h2>{escape(name)}</h2>{_svg(draw, record)}" for name, draw in PLOTS.items()),
-            f"<h2>Measured on</h2><pre>{escape(json.dumps(kept, indent=2, default=str))}</pre></html>",
-        ]
+            f"<h2>Measured on</h2><pre>{escape(json.dumps(kept, indent=2, default=str))}</pre>",
+        ],
     )
+
+
+def render_sweep(jobs: list[str], figures: Mapping[str, list[float | None]], best: Mapping[str, float | None]) -> str:
+    """The page of a sweep: for each figure one bar per job, the best in another colour.
+
+    jobs: what each is called. figures: their values in the order of jobs, None where there is none.
+    """
+
+    def draw(figure: Figure, record: Mapping[str, Any]) -> None:
+        rows = -(-len(figures) // 2)
+        figure.set_size_inches(11, rows * (0.9 + 0.28 * len(jobs)))
+        grid = list(figure.subplots(rows, 2, squeeze=False, sharey=True).flat)
+        for axes, (name, values) in zip(grid, figures.items(), strict=False):
+            colours = ["tab:orange" if value == best[name] else "tab:blue" for value in values]
+            bars = axes.barh(range(len(jobs)), [value or 0.0 for value in values], color=colours)
+            axes.bar_label(bars, ["none" if value is None else _number(value) for value in values], padding=2)
+            axes.set_title(name, fontsize="medium", loc="left")
+            axes.set_yticks(range(len(jobs)), jobs)
+            axes.margins(x=0.15)
+        grid[0].invert_yaxis()  # jobs from top to bottom
+        for axes in grid[len(figures) :]:
+            axes.remove()
+
+    note = "<p>Orange: the best of its figure. A job without a bar has failed, or the figure is undefined there.</p>"
+    return _page(f"nanoserve sweep: {len(jobs)} jobs", [note + _svg(draw, {})])
+
+
+def _page(title: str, parts: list[str]) -> str:
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>"
+    return "\n".join([head, f"<h1>{escape(title)}</h1>", *parts, "</html>"])
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:

@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import nanoserve
 
 if TYPE_CHECKING:
+    import torch
+
     from nanoserve.llm import LLM
 
 
@@ -32,13 +34,19 @@ class Measured:
 
 def describe(llm: LLM) -> dict[str, Any]:
     """Hardware, versions, git revision and composition, for the record."""
+    info = llm.engine.info
+    device = llm.engine.runner.device  # type: ignore[attr-defined]
+    return {**environment(device), "engine": asdict(info) if info is not None else {}}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Hardware, versions and git revision."""
     import torch
     import transformers
 
-    cuda = llm.engine.runner.device.type == "cuda"  # type: ignore[attr-defined]
-    info = llm.engine.info
+    cuda = device.type == "cuda"
     return {
-        "hardware": torch.cuda.get_device_name() if cuda else f"{_cpu_name()}, {torch.get_num_threads()} threads",
+        "hardware": torch.cuda.get_device_name(device) if cuda else f"{_cpu_name()}, {torch.get_num_threads()} threads",
         "versions": {
             "nanoserve": nanoserve.__version__,
             "python": platform.python_version(),
@@ -46,8 +54,14 @@ def describe(llm: LLM) -> dict[str, Any]:
             "transformers": transformers.__version__,
         },
         "git": git_revision(),
-        "engine": asdict(info) if info is not None else {},
     }
+
+
+def composition(record: Mapping[str, Any]) -> str:
+    """Model and plugins of a record, in one line."""
+    engine = record.get("engine", {})
+    attention = ", ".join(f"{phase} {name}" for phase, name in (engine.get("attention") or {}).items())
+    return f"{engine.get('model')}, kv {engine.get('kv')}, scheduler {engine.get('scheduler')}, attention: {attention}"
 
 
 def _cpu_name() -> str:

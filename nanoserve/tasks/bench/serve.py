@@ -320,24 +320,49 @@ def measure(llm: LLM, options: Serve) -> Measured:
     """Warm up, run ``repeat`` times, and report medians; the requests and steps are those of the middle run."""
     from tqdm import tqdm
 
-    from nanoserve.sampling_params import SamplingParams
+    repeats = Repeats(llm, options)
+    with tqdm(total=repeats.num_requests, unit="request", disable=not sys.stderr.isatty()) as bar:
+        for _ in range(options.repeat):
+            repeats.run(bar.update)
+    return repeats.result()
 
-    engine = llm.engine
-    workload = make_workload(options, engine.capacity, "bench")
-    params = [
-        SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=r.output_len)
-        for r in workload.requests
-    ]
 
-    def prompts(round_: int) -> list[list[int]]:  # ids of its own in every round: none finds those of another cached
-        return [token_ids(r, engine.vocab_size, options.seed + round_) for r in workload.requests]
+class Repeats:
+    """A workload run again and again on one engine, which is warmed up first. Two of them can take turns.
 
-    warm_up(llm, prompts(options.repeat))
-    runs = []
-    total = len(workload.requests) * options.repeat
-    with tqdm(total=total, unit="request", disable=not sys.stderr.isatty()) as bar:
-        for round_ in range(options.repeat):
-            runs.append(drive(engine, workload, prompts(round_), params, on_finish=bar.update))
+    num_requests: in all ``repeat`` runs together.
+    """
+
+    def __init__(self, llm: LLM, options: Serve) -> None:
+        from nanoserve.sampling_params import SamplingParams
+
+        self.llm = llm
+        self.options = options
+        self.workload = make_workload(options, llm.engine.capacity, "bench")
+        self.num_requests = len(self.workload.requests) * options.repeat
+        self.runs: list[Run] = []
+        self._params = [
+            SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=r.output_len)
+            for r in self.workload.requests
+        ]
+        warm_up(llm, self._prompts(options.repeat))
+
+    def run(self, on_finish: Callable[[], object] = lambda: None) -> None:
+        """Once more. on_finish: called at the end of every request."""
+        prompts = self._prompts(len(self.runs))
+        self.runs.append(drive(self.llm.engine, self.workload, prompts, self._params, on_finish=on_finish))
+
+    def result(self) -> Measured:
+        """Medians over the runs, and the middle one in detail."""
+        return _result(self.llm, self.options, self.runs, self._prompts)
+
+    def _prompts(self, round_: int) -> list[list[int]]:
+        """Ids of its own in every round: none finds those of another cached."""
+        vocab_size, seed = self.llm.engine.vocab_size, self.options.seed + round_
+        return [token_ids(request, vocab_size, seed) for request in self.workload.requests]
+
+
+def _result(llm: LLM, options: Serve, runs: Sequence[Run], prompts: Callable[[int], list[list[int]]]) -> Measured:
     summaries = [run.figures(options.objectives) for run in runs]
     figures = {name: _median([summary[name] for summary in summaries]) for name in summaries[0]}
     order = sorted(range(len(runs)), key=lambda i: summaries[i]["output tok/s"] or 0.0)

@@ -157,14 +157,10 @@ def tpot(llm: LLM, prompts: list[list[int]], params: Any) -> float:
 
 
 def warm_up(llm: LLM, prompts: Sequence[list[int]]) -> None:
-    """Compile kernels and capture every graph that the workload will meet."""
+    """Compile kernels and capture every graph."""
     from nanoserve.sampling_params import SamplingParams
 
-    graphs = getattr(llm.engine.runner, "graphs", None)
-    sizes = graphs.sizes if graphs is not None else [1]
-    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4)
-    for size in sizes:
-        llm.generate([[1 + i % 7] * 8 for i in range(min(size, len(prompts)))], params)
+    llm.engine.runner.capture()  # type: ignore[attr-defined]
     llm.generate(list(prompts[: min(64, len(prompts))]), SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=2))
 
 

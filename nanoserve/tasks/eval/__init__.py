@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,8 @@ def run(job: Job) -> dict[str, Any]:
         figures, bars = evaluate(llms[0], llms[1], documents, options)
         environment = {**describe(llms[0]), "engine_against": asdict(llms[1].engine.info)}  # type: ignore[arg-type]
     missed = [bar.figure for bar in bars if bar.gates and not bar.met(figures)]
-    print_report(figures, bars, base_name, other_name, environment)
+    told = [{**asdict(bar), "met": bar.met(figures)} for bar in bars]
+    print_report(figures, told, base_name, other_name, environment)
     if job.options.output is not None:
         path = (job.folder or Path()) / job.options.output
         record = {
@@ -121,7 +122,7 @@ def run(job: Job) -> dict[str, Any]:
             "eval": asdict(options),
             "config": asdict(job.config),
             "figures": figures,
-            "bars": [{**asdict(bar), "met": bar.met(figures)} for bar in bars],
+            "bars": told,
         }
         write(path, record)
     if missed:
@@ -291,20 +292,27 @@ ROWS = [
 ]
 
 
-def print_report(figures: dict[str, Any], bars: list[Bar], base: str, other: str, environment: dict[str, Any]) -> None:
-    by_figure = {bar.figure: bar for bar in bars}
+def report_rows(figures: Mapping[str, Any], bars: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The report as rows of text: figure, base, against, their difference, bar, verdict. bars: as in the record."""
+    by_figure = {bar["figure"]: bar for bar in bars}
     rows = []
     for label, key, form in ROWS:
         if f"num_{key}" in figures:
             label += f" ({figures[f'num_{key}']} items)"
         if f"base.{key}" in figures:
             a, b = figures[f"base.{key}"], figures[f"against.{key}"]
-            rows.append((label, format(a, form), format(b, form), format(b - a, "+" + form), "", ""))
+            rows.append([label, format(a, form), format(b, form), format(b - a, "+" + form), "", ""])
         elif key in figures:
             bar = by_figure.get(key)
-            limit = "" if bar is None else f"{'≥' if bar.at_least else '≤'} {format(bar.limit, form)}"
-            verdict = "" if bar is None else "pass" if bar.met(figures) else "FAIL" if bar.gates else "over"
-            rows.append((label, "", "", format(figures[key], form), limit, verdict))
+            limit = "" if bar is None else f"{'≥' if bar['at_least'] else '≤'} {format(bar['limit'], form)}"
+            verdict = "" if bar is None else "pass" if bar["met"] else "FAIL" if bar["gates"] else "over"
+            rows.append([label, "", "", format(figures[key], form), limit, verdict])
+    return rows
+
+
+def print_report(
+    figures: Mapping[str, Any], bars: Sequence[Mapping[str, Any]], base: str, other: str, environment: Mapping[str, Any]
+) -> None:
     print_line(
         "* no quality metric: one near-tie that falls the other way changes all that follows; "
         "perplexity and KL compare every token given the same past"
@@ -314,4 +322,5 @@ def print_report(figures: dict[str, Any], bars: list[Bar], base: str, other: str
         phases = ", ".join(f"{phase} {name}" for phase, name in engine["attention"].items())
         print_line(f"  {engine['model']}, kv {engine['kv']}: {phases}")
     title = f"eval: {figures['tokens']} tokens, {figures['bytes']} bytes scored"
-    print_table(title, ["figure", f"kv={base}", f"kv={other}", f"{other} against {base}", "bar", ""], rows)
+    columns = ["figure", f"kv={base}", f"kv={other}", f"{other} against {base}", "bar", ""]
+    print_table(title, columns, report_rows(figures, bars))

@@ -69,7 +69,6 @@ def record(engine: Engine, *, batch: int = 8, context: int = 511, draws: int = 6
         )
         chosen = SelectionShape(batch, batch, 1, context, kv.name, runner.compute_capability, has_prefix=True)
         backend = runner.selector.select("decode", chosen)
-        meta.plan = backend.plan_decode(meta)
         outs, explicits, recovery = [], [], 0.0
         for draw in range(draws):
             generator = torch.Generator().manual_seed(draw)
@@ -80,6 +79,7 @@ def record(engine: Engine, *, batch: int = 8, context: int = 511, draws: int = 6
             k, v = (normal(batch * context, shape.num_kv_heads) for _ in range(2))
             q = normal(batch, runner.model.num_q_heads)
             kv.store(kv.layers[0], k, v, slots)
+            meta.plan = backend.plan_decode(meta)
             out = torch.empty_like(q)
             backend.decode(q, kv.layers[0], meta, out)
             keys, values = (x.float() for x in kv.gather(kv.layers[0], slots))

@@ -27,6 +27,7 @@ class GraphTimer:
     def __init__(self, calls: Sequence[Call], prepare: Call = lambda: None) -> None:
         """prepare: work of a step that its calls share; captured once, before them."""
         self.num_calls = len(calls)
+        self.kept = prepare, tuple(calls)  # a graph reads their tensors, and does not own them
         prepare()
         for call in calls:
             call()
