@@ -35,7 +35,7 @@ from nanoserve.contracts.errors import NanoserveError, RequestError
 from nanoserve.contracts.observer import EngineInfo
 from nanoserve.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from nanoserve.registry import Registry
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanoserve.server import engine_process
 from nanoserve.server.messages import (
     Abort,
@@ -103,6 +103,7 @@ class AsyncLLM:
         self._engine: _Engine | None = None
         self._started: Started | None = None
         self._restarting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._ids = itertools.count()
         self._requests: dict[str, _Request] = {}
         self._scores: dict[str, asyncio.Future[list[TokenLogprobs]]] = {}
@@ -133,8 +134,10 @@ class AsyncLLM:
                 self.state = "dead"
                 engine.kill()
             raise
+        if self._engine is not engine:
+            raise EngineDeadError("the AsyncLLM was closed while it started")
         self._started = started
-        if self._engine is engine and engine.alive:
+        if engine.alive:
             self.state = "ready"
 
     async def close(self) -> None:
@@ -145,7 +148,9 @@ class AsyncLLM:
             self._restarting.cancel()
         self._fail_all(EngineDeadError("the AsyncLLM is closed"))
         if engine is not None:
-            await engine.close()
+            self._closing = asyncio.create_task(engine.close())
+        if self._closing is not None:  # whoever closes waits for the end, also if another began
+            await asyncio.shield(self._closing)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -217,7 +222,10 @@ class AsyncLLM:
         for i, ((prompt, ids), own) in enumerate(zip(tokenized, params, strict=True)):
             where = f"prompt {i}: " if len(prompts) > 1 else ""
             inbox.requests.append(_Request(str(next(self._ids)), where, prompt, ids, own, inbox, now))
-        engine.send(Add([NewRequest(r.id, r.prompt_token_ids, r.params, stream) for r in inbox.requests]))
+        try:
+            engine.send(Add([NewRequest(r.id, r.prompt_token_ids, r.params, stream) for r in inbox.requests]))
+        except (OverflowError, UnicodeEncodeError) as error:  # what MessagePack cannot hold
+            raise RequestError(f"SamplingParams: more than 64 bits, or not valid Unicode: {error}") from None
         for request in inbox.requests:
             self._requests[request.id] = request
             self.num_sequences += request.params.n
@@ -229,6 +237,8 @@ class AsyncLLM:
         The token itself is in it, with the ``num_top`` most likely ones. Cancelling gives it up.
         """
         engine = self._ready()
+        if type(num_top) is not int or not 0 <= num_top <= MAX_LOGPROBS:
+            raise RequestError(f"num_top must be an integer in 0 … {MAX_LOGPROBS}, not {num_top!r}")
         request_id = str(next(self._ids))
         future = self._scores[request_id] = asyncio.get_running_loop().create_future()
         self.num_sequences += 1
@@ -357,8 +367,12 @@ class Stream(AsyncIterator[RequestOutput]):
         self.request_ids = [request.id for request in inbox.requests]
 
     async def __anext__(self) -> RequestOutput:
+        inbox = self._inbox
+        if inbox.has_reader:
+            raise RuntimeError("another task is waiting for this stream; it has one reader at a time")
+        if inbox.closed:
+            raise StopAsyncIteration
         if not self._merged:
-            inbox = self._inbox
             if not inbox.items:
                 try:
                     await inbox.filled()
@@ -378,7 +392,7 @@ class Stream(AsyncIterator[RequestOutput]):
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        self._inbox.closed = True
+        self._inbox.close()
         if unfinished := [request.id for request in self._inbox.requests if request.id in llm._requests]:
             llm._abort(unfinished)
 
@@ -458,6 +472,16 @@ class _Inbox:
         if self._error is None:
             self._error = error
         self._wake()
+
+    def close(self) -> None:
+        """Nobody reads any more; one who waits hears that there will be nothing."""
+        self.closed = True
+        self.items.clear()
+        self._wake()
+
+    @property
+    def has_reader(self) -> bool:
+        return self._waiter is not None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

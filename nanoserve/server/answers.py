@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from nanoserve.async_llm import Stream
+from nanoserve.contracts.errors import RequestError
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.server.messages import TokenLogprobs
@@ -33,6 +34,7 @@ from nanoserve.server.protocol import (
     TokenLogprob,
     TopLogprob,
     Usage,
+    bad_request,
 )
 from nanoserve.tokenizer import Tokenizer
 
@@ -167,6 +169,8 @@ class Answer(Generic[R]):
             return
         self.finish_reasons.append(reason)
         if reason == "error":
+            if completion.error is not None and completion.error.startswith("structured."):
+                raise bad_request(RequestError(completion.error))  # the form turned out to be too much on the way
             raise ApiError(500, completion.error or "generation failed", code="generation_failed")
         if reason == "abort":
             raise ApiError(503, "the request was aborted by the server", code="aborted")
@@ -200,6 +204,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
     ) -> None:
         super().__init__(request, params, prompts=prompts, **common)
         self._prompts = prompts
+        self._given_as_text = [isinstance(prompt, str) for prompt in request.prompts]
         self._echo_texts = echo_texts if request.echo else None
         self._prompt_logprobs = prompt_logprobs
         self._tokenizer = tokenizer
@@ -232,20 +237,24 @@ class CompletionAnswer(Answer[CompletionRequest]):
     def _logprobs(self, index: int, prompt: int, completion: CompletionOutput) -> CompletionLogprobs:
         offsets = self._offsets.get(index)
         if offsets is None:
-            offsets = self._offsets[index] = _Offsets(self._tokenizer, self._skip_special_tokens)
+            offsets = self._offsets[index] = _Offsets(self._tokenizer)
+        skips: list[bool] = []
         ids: list[int] = []
         entries: list[TokenLogprobs | None] = []
         if self._prompt_logprobs is not None and index not in self._begun:
+            # a prompt given as text is echoed as it came, with its special tokens
+            skips += [self._skip_special_tokens and not self._given_as_text[prompt]] * len(self._prompts[prompt])
             ids += self._prompts[prompt]
             entries += [None, *self._prompt_logprobs[prompt]]
         ids += completion.token_ids
+        skips += [self._skip_special_tokens] * len(completion.token_ids)
         entries += completion.logprobs or ()
         tokens = self._tokens
         return CompletionLogprobs(
             tokens=[tokens[token_id] for token_id in ids],
             token_logprobs=[None if e is None else e[token_id] for token_id, e in zip(ids, entries, strict=True)],
             top_logprobs=[None if e is None else {tokens[i]: logprob for i, logprob in e.items()} for e in entries],
-            text_offset=[offsets.advance(token_id) for token_id in ids],
+            text_offset=[offsets.advance(token_id, skip) for token_id, skip in zip(ids, skips, strict=True)],
         )
 
 
@@ -287,18 +296,21 @@ class ChatAnswer(Answer[ChatRequest]):
 class _Offsets:
     """Where in the text each token begins, in characters: at the character that its first byte belongs to."""
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._bytes = None if tokenizer is None else tokenizer.token_bytes(skip_special_tokens)
+        self._bytes = {skip: None if tokenizer is None else tokenizer.token_bytes(skip) for skip in (False, True)}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def advance(self, token_id: int) -> int:
+    def advance(self, token_id: int, skip_special_tokens: bool) -> int:
         """The offset of this token; the next call is for the one after it."""
         offset = self._offset
-        if self._bytes is not None:
-            self._offset += len(self._utf8.decode(self._bytes[token_id]))
+        table = self._bytes[skip_special_tokens]
+        if table is not None:
+            data, unfinished = table[token_id], self._utf8.getstate()[0]
+            self._offset += len(self._utf8.decode(data))
+            if unfinished and data and not 0x80 <= data[0] < 0xC0:  # the character stays unfinished: a U+FFFD before us
+                offset += 1
         elif self._tokenizer is not None:
-            self._offset += len(self._tokenizer.decode([token_id], self._skip))
+            self._offset += len(self._tokenizer.decode([token_id], skip_special_tokens))
         return offset

@@ -25,7 +25,7 @@ from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.server import protocol
 from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenStrings, error_event, event
-from nanoserve.server.guard import Exchange, Guard, Receive, Scope, Send
+from nanoserve.server.guard import INTERNAL_ERROR, Exchange, Guard, Receive, Scope, Send
 from nanoserve.server.messages import TokenLogprobs
 from nanoserve.server.metrics import exposition
 from nanoserve.server.protocol import (
@@ -159,7 +159,7 @@ def as_api_error(error: Exception) -> ApiError:
         case NanoserveError():
             return ApiError(500, str(error), code="engine_error")
     log.error("a request failed", exc_info=error)
-    return ApiError(500, "internal error; the server's log has the details", code="internal_error")
+    return ApiError(500, INTERNAL_ERROR, code="internal_error")
 
 
 def build_app(

@@ -56,9 +56,15 @@ def run(config: EngineConfig, commands: str, news: str, log_level: int | None) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if log_level is not None:
-        from nanoserve.server.logs import log_as_json
+        from nanoserve.server.logs import json_logs
 
-        log_as_json(log_level)
+        with json_logs(log_level):
+            _run(config, commands, news)
+    else:
+        _run(config, commands, news)
+
+
+def _run(config: EngineConfig, commands: str, news: str) -> None:
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in ((inbox, commands), (outbox, news)):

@@ -30,6 +30,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})  # no key: a page without data, and what orchestrators ask
 QUIET_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/stats", "/version", "/composition"})  # logged as debug
 DISCARD_FACTOR = 16  # an oversize body is read to its end up to so many times the limit, so that the client hears why
+INTERNAL_ERROR = "internal error; the server's log has the details"
 CLIENT_CLOSED = 499  # nginx's status for the log: nobody is there to get it
 
 
@@ -44,7 +45,6 @@ class Exchange:
     send: Send
     fields: dict[str, Any] = field(default_factory=dict)
     status: int = 0
-    complete: bool = False
     client_gone: bool = False
 
     @staticmethod
@@ -75,8 +75,6 @@ class Guard:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message["headers"], id_header]
-            elif not message.get("more_body"):
-                exchange.complete = True
             await send(message)
 
         try:
@@ -86,9 +84,12 @@ class Guard:
                 await self._run(scope, exchange, body, receive, send_with_id)
         except ApiError as error:
             await respond(error, send_with_id)
-        except Exception:
-            if not exchange.complete:  # else the application has answered, and passed it on for the log
-                raise
+        except Exception as error:  # nobody foresaw it
+            if exchange.status:
+                raise  # the server can only close the connection
+            log.error("a request failed", exc_info=error)
+            exchange.fields["error"] = type(error).__name__
+            await respond(ApiError(500, INTERNAL_ERROR, code="internal_error"), send_with_id)
         finally:
             self._log(scope, exchange)
 

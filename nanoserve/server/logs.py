@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,12 +27,21 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
-def log_as_json(level: int) -> None:
-    """What nanoserve and uvicorn log from ``level`` on goes to standard error as JSON lines."""
+@contextlib.contextmanager
+def json_logs(level: int) -> Iterator[None]:
+    """What nanoserve and uvicorn log from ``level`` on goes to standard error as JSON lines; afterwards as before."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    for name in ("nanoserve", "uvicorn"):
-        logger = logging.getLogger(name)
+    loggers = [logging.getLogger(name) for name in ("nanoserve", "uvicorn")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
         logger.handlers[:] = [handler]
-        logger.setLevel(level if name == "nanoserve" else max(level, logging.WARNING))
+        logger.setLevel(level if logger.name == "nanoserve" else max(level, logging.WARNING))
         logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (handlers, old_level, propagate) in zip(loggers, before, strict=True):
+            logger.handlers[:] = handlers
+            logger.setLevel(old_level)
+            logger.propagate = propagate

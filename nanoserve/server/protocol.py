@@ -19,6 +19,7 @@ from nanoserve.contracts.errors import RequestError
 from nanoserve.contracts.grammar import StructuredOutput
 from nanoserve.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 
+MAX_ID_DIGITS = 19  # of a token id as a JSON key; with more, Python or the message to the engine could refuse it
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 #: Fields that are read only to refuse them, and the values besides null that ask for nothing.
@@ -84,6 +85,8 @@ def _limits(**schema: Any) -> Meta:
     return Meta(extra_json_schema=schema)
 
 
+WORD = Meta(le=2**63 - 1)  # the largest integer on the way to the engine; of what is too small SamplingParams speaks
+
 _REFUSED = Meta(description="not supported: null or left out", extra_json_schema={"type": "null"})
 Refused = Annotated[Any, _REFUSED]
 TokenIds = Annotated[list[Any], Meta(extra_json_schema={"items": {"type": "integer", "minimum": 0}, "minItems": 1})]
@@ -119,10 +122,10 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, _limits(minimum=1, maximum=MAX_N)] | None = None
-    max_tokens: Annotated[int, _limits(minimum=1)] | None = None
+    max_tokens: Annotated[int, WORD, _limits(minimum=1)] | None = None
     temperature: Annotated[float, _limits(minimum=0)] | None = None
     top_p: Annotated[float, _limits(exclusiveMinimum=0, maximum=1)] | None = None
-    top_k: Annotated[int, _limits(minimum=-1)] | None = None
+    top_k: Annotated[int, WORD, _limits(minimum=-1)] | None = None
     min_p: Annotated[float, _limits(minimum=0, maximum=1)] | None = None
     presence_penalty: Annotated[float, _limits(minimum=-2, maximum=2)] | None = None
     frequency_penalty: Annotated[float, _limits(minimum=-2, maximum=2)] | None = None
@@ -130,9 +133,9 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     seed: Annotated[int, _limits(minimum=-(2**63), maximum=2**64 - 1)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Annotated[int, WORD]] | None = None
     include_stop_str_in_output: bool | None = None
-    min_tokens: Annotated[int, _limits(minimum=0)] | None = None
+    min_tokens: Annotated[int, WORD, _limits(minimum=0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
@@ -159,6 +162,9 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
                 raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream=true", "stream_options")
+        for key in self.logit_bias or ():
+            if len(key) > MAX_ID_DIGITS:
+                raise ApiError(400, f"logit_bias: a token id must be an integer >= 0, not {key[:20]}…", "logit_bias")
         given = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         name, limit = self.max_output_tokens()
         if limit is not None:
@@ -244,7 +250,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
-    max_completion_tokens: Annotated[int, _limits(minimum=1)] | None = None
+    max_completion_tokens: Annotated[int, WORD, _limits(minimum=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, _limits(minimum=0, maximum=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

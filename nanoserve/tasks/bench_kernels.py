@@ -85,7 +85,9 @@ def run(job: Job) -> dict[str, Any]:
         print_results(bench, phase, results[phase])
     print_line(conditions(bench))
     if options.output is not None:
-        write((job.folder or Path()) / options.output, record(bench, results))
+        path = (job.folder or Path()) / options.output
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, record(bench, results))
     return figures(results)
 
 

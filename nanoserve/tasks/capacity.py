@@ -14,6 +14,7 @@ the pool is what the engine takes on a CPU.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,10 +56,10 @@ class Options:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.memory_gib > 0:
-            raise ConfigError(f"memory_gib must be above 0, not {self.memory_gib}")
-        if self.reserved_gib < 0:
-            raise ConfigError(f"reserved_gib must be at least 0, not {self.reserved_gib}")
+        if not 0 < self.memory_gib < math.inf:
+            raise ConfigError(f"memory_gib must be above 0 and finite, not {self.memory_gib}")
+        if not 0 <= self.reserved_gib < math.inf:
+            raise ConfigError(f"reserved_gib must be at least 0 and finite, not {self.reserved_gib}")
         if self.contexts is not None and (not self.contexts or min(self.contexts) < 1):
             raise ConfigError(f"contexts must be a list of numbers of at least 1, not {self.contexts}")
 
@@ -101,6 +102,7 @@ def run(job: Job) -> dict[str, Any]:
     record = [{**asdict(p), "pool_bytes": p.pool_bytes, "batch": {str(n): p.batch(n) for n in contexts}} for p in plans]
     if options.output is not None:
         path = (job.folder or Path()) / options.output
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"config": asdict(config), "plans": record}, indent=2, default=str) + "\n", "utf-8")
     chosen = next((p for p in plans if p.kv == config.kv.name), plans[0])
     return {

@@ -65,10 +65,10 @@ def run(job: Job) -> dict[str, Any]:
         import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"task=serve needs {error.name}: pip install 'nanoserve[serve]'") from error
-    from nanoserve.server.logs import log_as_json
+    from nanoserve.server.logs import json_logs
 
-    log_as_json(logging.getLevelName(job.options.log_level.upper()))
-    with listening(job.options.host, job.options.port) as sock:
+    level = logging.getLevelName(job.options.log_level.upper())
+    with json_logs(level), listening(job.options.host, job.options.port) as sock:
         loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop) as runner:
             return runner.run(serve(job, sock))

@@ -91,6 +91,8 @@ def run(job: Job) -> dict[str, Any]:
     folder = job.folder or Path()
     if options.plot is not None:
         require_matplotlib()
+        if Path(options.plot).suffix not in (".svg", ".png"):
+            raise ConfigError(f"simulate.plot={options.plot}: the file's name must end in .svg or .png")
     model = comparisons = None
     if options.fit is not None:
         records = {"fit": read_record(options.fit, "simulate.fit")}
@@ -107,6 +109,7 @@ def run(job: Job) -> dict[str, Any]:
     if model is not None and comparisons is not None:
         print_accuracy(model, comparisons)
     if options.plot is not None:
+        (folder / options.plot).parent.mkdir(parents=True, exist_ok=True)
         plot(replay, folder / options.plot, "seconds" if model is not None else "rounds")
     if job.options.output is not None:
         record = {
@@ -120,7 +123,9 @@ def run(job: Job) -> dict[str, Any]:
             "requests": [request_row(progress) for progress in replay.progress],
             "steps": [[*step.load, step.end - step.start] for step in replay.steps],
         }
-        (folder / job.options.output).write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+        path = folder / job.options.output
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
     return {name: _rounded(figures[name]) for name in SHOWN if figures.get(name) is not None}
 
 

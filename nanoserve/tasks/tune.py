@@ -188,12 +188,15 @@ def run(job: Job) -> dict[str, Any]:
     print_line(f"written to {output}; {how_to_use(output)}")
     if has_matplotlib():
         plot_file = (job.folder or Path()) / options.plot if options.plot else output.with_suffix(".svg")
+        plot_file.parent.mkdir(parents=True, exist_ok=True)
         plot(series).savefig(plot_file)
         print_line(f"plotted in {plot_file}")
     else:
         print_line("not plotted: pip install 'nanoserve[bench]'")
     if options.record is not None:
-        write((job.folder or Path()) / options.record, record(series, rules))
+        path = (job.folder or Path()) / options.record
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, record(series, rules))
     return {
         "shapes": len(points),
         "rules": len(rules),

@@ -35,10 +35,12 @@ class TestPagedV2SplitInPieces(AttentionBackendSuite):
             self.assert_right(case.attend(backend)[live], case.expected()[live])
 
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def work_list(programs: int, max_num_seqs: int) -> WorkList:
-    device = torch.device("cpu")
     kv = SimpleNamespace(name="bf16")
-    context = AttentionContext(2, 1, 8, 1.0, torch.float32, device, 16, max_num_seqs, 1, 1, kv)  # type: ignore[arg-type]
+    context = AttentionContext(2, 1, 8, 1.0, torch.float32, DEVICE, 16, max_num_seqs, 1, 1, kv)  # type: ignore[arg-type]
     return WorkList(context, width=8, programs=programs)
 
 
@@ -46,7 +48,7 @@ def work_list(programs: int, max_num_seqs: int) -> WorkList:
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.integers(1, 30), st.sampled_from([16, 64]))
 def test_plan_cuts_the_batch_evenly(context_lens: list[int], programs: int, step: int) -> None:
     work = work_list(programs, max_num_seqs=20)
-    lens = torch.tensor(context_lens, dtype=torch.int32)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     work.plan(DecodeMetadata(len(lens), lens, lens, lens, (), 0), programs, step)
     total = sum(-(-n // step) for n in context_lens)
     chunk = max(1, -(-total // programs))

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -24,6 +23,8 @@ from nanoserve.engine.structured import MAX_REMEMBERED, Grammars
 from nanoserve.hookspecs import hookimpl
 from nanoserve.registry import Registry
 from nanoserve.testing.grammar import random_regex, random_schema
+
+jsonschema = pytest.importorskip("jsonschema")
 
 PROMPTS = ["import json\n\nconfig = ", "class Stack:\n", "def main():\n    return ", "# a"]
 #: Forms of bounded length, and how to judge a text.

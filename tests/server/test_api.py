@@ -229,6 +229,18 @@ def test_the_openai_client(server: Server) -> None:
             )
 
 
+def test_offsets_of_what_is_echoed(server: Server) -> None:
+    """Special tokens of a text stay in its echo; a character that stays unfinished is one U+FFFD of its own."""
+    params = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    for prompt, text, offsets in (
+        ("<|im_start|>ab", "<|im_start|>ab", [0, 12]),
+        ([4071, 64, 65], "ab", [0, 0, 1]),
+        ([172, 253, 64], "\ufffda", [0, 0, 1]),
+    ):
+        choice = server.complete(prompt=prompt, **params)["choices"][0]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
+
+
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
@@ -255,10 +267,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
     "max_tokens 1.5": ({"max_tokens": 1.5}, "max_tokens"),
     "logprobs -1": ({"logprobs": -1}, "logprobs"),
     "logprobs a million": ({"logprobs": 10**6}, "logprobs"),
+    "max_tokens 2^64": ({"max_tokens": 2**64}, "max_tokens"),
+    "min_tokens 10^30": ({"max_tokens": None, "min_tokens": 10**30}, "min_tokens"),
+    "top_k 2^64": ({"top_k": 2**64}, "top_k"),
     "seed 2^64": ({"seed": 2**64}, "seed"),
     "stop empty": ({"stop": ["a", ""]}, "stop"),
     "stop id": ({"stop_token_ids": [4096]}, "stop_token_ids"),
     "bias id": ({"logit_bias": {"4096": 1}}, "logit_bias"),
+    "stop id 10^30": ({"stop_token_ids": [10**30]}, "stop_token_ids[0]"),
+    "bias id 10^30": ({"logit_bias": {str(10**30): 1}}, "logit_bias"),
+    "bias id of 5000 digits": ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
     "bias no id": ({"logit_bias": {"x": 1}}, "logit_bias"),
     "unknown field": ({"top_q": 1}, "top_q"),
     "suffix": ({"suffix": "end"}, "suffix"),
@@ -313,6 +331,12 @@ def test_a_body_that_is_not_a_request(server: Server, content: bytes) -> None:
     """C43: malformed JSON, wrong UTF-8, NaN: 400 and the connection goes on."""
     response = server.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def test_a_form_that_is_too_much_is_the_requests_fault(server: Server) -> None:
+    """Some limits of a grammar show only on the way; 400 and the request's own field, not 500."""
+    pytest.importorskip("llguidance")
+    assert status(server, prompt=PROMPT, guided_regex="a{1000000000}") == (400, "guided_regex")
 
 
 def test_other_refusals_have_the_same_shape(server: Server) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
+import pytest
 
 from nanoserve import AsyncLLM, SamplingParams
+from nanoserve.server import guard
 from nanoserve.server.app import Serving, build_app
 from tests.helpers.tiny_model import TINY
 
@@ -40,3 +43,25 @@ def test_a_model_without_a_tokenizer() -> None:
                     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
     asyncio.run(ask())
+
+
+def test_what_nobody_foresaw_is_a_500_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the request's id, its line in the log has the status, and nothing passes on to the HTTP server, which
+    would close the connection under the client's next request."""
+    lines: list[Any] = []
+    monkeypatch.setattr(guard.log, "error", lambda *args, **more: None)
+    monkeypatch.setattr(guard.log, "isEnabledFor", lambda level: True)
+    monkeypatch.setattr(guard.log, "log", lambda level, message, extra: lines.append(extra["fields"]))
+    monkeypatch.setattr(Serving, "admit", lambda self, n: 1 / 0)
+
+    async def ask() -> httpx.Response:
+        app = build_app(Serving(AsyncLLM("tiny"), "tiny", SamplingParams(), max_queue=10))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "mine"})
+
+    response = asyncio.run(ask())
+    assert (response.status_code, response.headers["x-request-id"]) == (500, "mine")
+    assert response.json()["error"]["code"] == "internal_error" and "zero" not in response.text
+    assert [(line["request_id"], line["status"], line["error"]) for line in lines] == [
+        ("mine", 500, "ZeroDivisionError")
+    ]

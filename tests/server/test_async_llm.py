@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,9 +64,11 @@ def test_deltas_and_the_whole_are_those_of_llm(run: Any, llm: AsyncLLM, expected
 def test_what_piles_up_comes_merged(run: Any, llm: AsyncLLM, expected: Any) -> None:
     async def late() -> list[Any]:
         stream = llm.generate(PROMPT, SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True, n=2))
-        await asyncio.sleep(0.5)
+        while llm.stats().requests_finished == before:
+            await asyncio.sleep(0.05)
         return await collect(stream)
 
+    before = llm.stats().requests_finished
     (output,) = run(late())
     assert [c.index for c in sorted(output.outputs, key=lambda c: c.index)] == [0, 1]
     assert all(len(c.token_ids) == 30 and c.finish_reason == "length" for c in output.outputs)
@@ -108,7 +111,63 @@ def test_refusals(run: Any, llm: AsyncLLM) -> None:
         run(collect(llm.generate_many(["a", []], [SamplingParams(max_tokens=200)] * 2)))
     with pytest.raises(RequestError, match="SamplingParams"):
         run(ask("a", {"n": 1}))
+    for params in (
+        SamplingParams(max_tokens=2**64),
+        SamplingParams(logit_bias={10**30: 1}),
+        SamplingParams(stop="\ud800"),
+    ):
+        with pytest.raises(RequestError, match="SamplingParams"):
+            run(ask("a", params))
+    for num_top in (-1, 5000, 2**70, 1.5):
+        with pytest.raises(RequestError, match="num_top"):
+            run(llm.score("a b", num_top))
     run(idle(llm))
+
+
+def test_a_stream_has_one_reader_and_ends_when_it_is_closed(run: Any, llm: AsyncLLM) -> None:
+    async def two_tasks() -> None:
+        stream = llm.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True), stream=False)
+        reader = asyncio.create_task(collect(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="one reader"):
+            await anext(stream)
+        stream.close()
+        assert await asyncio.wait_for(reader, 5) == []
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    run(two_tasks())
+    run(idle(llm))
+
+
+def test_whoever_closes_waits_for_the_end(run: Any) -> None:
+    """The second of two who close may be the last of the program: what the engine held must be gone by then."""
+
+    async def close_twice() -> None:
+        llm = AsyncLLM("tiny", device="cpu")
+        await llm.start()
+        engine = llm._engine
+        assert engine is not None
+        first = asyncio.create_task(llm.close())
+        await asyncio.sleep(0)
+        await llm.close()
+        assert not engine.alive and not Path(engine._folder).exists()
+        await first
+
+    run(close_twice())
+
+
+def test_closing_while_starting_is_an_error_of_the_start(run: Any) -> None:
+    async def close_early() -> None:
+        llm = AsyncLLM("tiny", device="cpu")
+        starting = asyncio.create_task(llm.start())
+        await asyncio.sleep(0.1)
+        await llm.close()
+        with pytest.raises(EngineDeadError):
+            await starting
+        assert llm.state == "closed"
+
+    run(close_early())
 
 
 def test_scores_while_others_generate(run: Any, llm: AsyncLLM) -> None:

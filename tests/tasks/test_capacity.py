@@ -59,9 +59,10 @@ def test_a_gpu_that_is_too_small() -> None:
 
 
 def test_the_command(cli: Cli) -> None:
-    outcome = cli("task=capacity", "model=qwen3_0_6b", "contexts=[1024]", "output=plans.json")
+    outcome = cli("task=capacity", "model=qwen3_0_6b", "contexts=[1024]", "output=new/plans.json")
     assert outcome.code == 0 and "batch at 1,024" in outcome.out and "58,240" in outcome.out
-    plans = json.loads(Path("plans.json").read_text())["plans"]
+    plans = json.loads(Path("new/plans.json").read_text())["plans"]
     assert [p["kv"] for p in plans] == Registry.discover().names("kvcache")
-    for bad in ("contexts=[99999]", "contexts=[0]", "memory_gib=0.0", "formats=[fp1]"):
+    not_finite = "memory_gib=inf", "reserved_gib=nan"
+    for bad in ("contexts=[99999]", "contexts=[0]", "memory_gib=0.0", *not_finite, "formats=[fp1]"):
         assert cli("task=capacity", "model=qwen3_0_6b", bad).code == 2, bad

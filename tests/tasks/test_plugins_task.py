@@ -48,6 +48,22 @@ def test_the_table_is_as_wide_as_it_may_be(cli: Cli, monkeypatch: pytest.MonkeyP
     assert "│ attention=paged_v2_split │" in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["record=x.json"], "record: it is read by update=FILE or written by check=true"),
+        (["check=true", "update=x.md", "record=x.json"], "first check=true record=FILE, then update=PAGE"),
+        (["update=nowhere.md"], "update=nowhere.md: it cannot be read"),
+        (["update=page.md"], "update=page.md: it has a matrix of results; record=FILE"),
+    ],
+)
+def test_what_is_refused(cli: Cli, arguments: list[str], message: str) -> None:
+    Path("page.md").write_text(page := "<!-- matrix -->\n<!-- /matrix -->\n")
+    run = cli("task=plugins", *arguments)
+    assert run.code == 2 and message in run.err and len(run.err.strip().splitlines()) == 1
+    assert Path("page.md").read_text() == page
+
+
 def test_cells() -> None:
     """Capabilities in words; None is any."""
     capabilities = Capabilities(

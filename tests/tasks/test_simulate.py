@@ -138,7 +138,8 @@ def test_any_scheduler_and_the_same_again(cli: Cli) -> None:
 def test_a_prediction(cli: Cli) -> None:
     """A run in rounds is one whose steps all last a second: the model finds that and predicts the run exactly."""
     small = ("task=simulate", "simulate.num_requests=20")
-    assert cli(*small, "output=measured.json").code == 0
+    assert cli(*small, "output=new/measured.json").code == 0
+    Path("new/measured.json").rename("measured.json")
     outcome = cli(*small, "simulate.fit=measured.json", "simulate.check=measured.json", "output=predicted.json")
     assert outcome.code == 0 and "the run it was fitted on" in outcome.out and "another run" in outcome.out
     measured, predicted = [json.loads(Path(f"{name}.json").read_text()) for name in ("measured", "predicted")]
@@ -154,6 +155,7 @@ def test_a_prediction(cli: Cli) -> None:
         (["simulate.fit=missing.json"], "simulate.fit: cannot read missing.json"),
         (["engine.num_kv_blocks=null"], "engine.num_kv_blocks"),
         (["engine.num_kv_blocks=4"], "simulate.input_len: .* exceed"),
+        (["simulate.plot=run.foo"], "simulate.plot=run.foo: .* must end in .svg or .png|nanoserve.bench"),
         (["simulate.ratio=1"], "simulate.ratio"),
         (["scheduler.nothing=1"], "scheduler.nothing"),
     ],

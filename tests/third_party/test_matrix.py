@@ -184,6 +184,18 @@ def test_the_interpreter_must_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
         matrix.check_all(REGISTRY)
 
 
+def test_a_long_message_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler's, say, which would fill the file of results."""
+
+    def factory(*_: object) -> None:
+        raise RuntimeError("no " * 9999)
+
+    one = COMBINATIONS[0]
+    broken = replace(one, attention=replace(one.attention, factory=factory))
+    result = matrix.check(REGISTRY, broken, "cpu", None)
+    assert result.startswith("RuntimeError: no no") and result.endswith(" …") and len(result) < 330
+
+
 def test_the_capabilities_part_is_what_ships(tmp_path: Path) -> None:
     """Whatever else is installed where the README is written anew."""
     page = tmp_path / "page.md"

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nanoserve.contracts import CONTRACT_VERSION
 from nanoserve.contracts.errors import ConfigError
+from nanoserve.engine.selection import AUTO
 from nanoserve.registry import KINDS, Registry
 
 if TYPE_CHECKING:
     from nanoserve.tasks import Job
+
+LONGEST_NAME = 60  # characters: it becomes the name of files
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,24 @@ class Options:
     path: str = "."
 
     def __post_init__(self) -> None:
-        if re.fullmatch(r"[a-z][a-z0-9_]*", self.name) is None or keyword.iskeyword(self.name):
+        if re.fullmatch(r"[a-z](_?[a-z0-9])*", self.name) is None or keyword.iskeyword(self.name):
             raise ConfigError(
-                f"name={self.name}: a name is lower-case letters, digits and _, begins with a letter and is no word of "
-                f"Python's, as in name={suggestion(self.name)}"
+                f"name={self.name}: a name is lower-case letters, digits and single _ between them, begins with a "
+                f"letter and is no word of Python's, as in name={suggestion(self.name)}"
             )
+        if len(self.name) > LONGEST_NAME:
+            raise ConfigError(f"name={self.name}: {len(self.name)} characters are more than {LONGEST_NAME}")
+        if self.kind == "attention" and self.name == AUTO:
+            raise ConfigError("name=auto: attention=auto leaves the choice to the policy; as in name=my_auto")
 
 
 def run(job: Job) -> dict[str, Any]:
     options: Options = job.options
     check_is_new(options, job.registry)
-    folder = write(options)
+    try:
+        folder = write(options)
+    except OSError as error:
+        raise ConfigError(f"path={options.path}: the package cannot be written there ({error.strerror})") from None
     where = folder.name if options.path == "." else folder
     print(f"{folder}: a package with the {options.kind} plugin {options.name!r}. To install it and to test it:")
     print(f"\n    pip install --no-deps -e {where} && pytest {where}\n")
@@ -106,5 +116,5 @@ def distribution(options: Options) -> str:
 
 def suggestion(name: str) -> str:
     """The legal name nearest to ``name``."""
-    legal = re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_") or "mine"
+    legal = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "mine"
     return legal if legal[0].isalpha() and not keyword.iskeyword(legal) else f"my_{legal}"

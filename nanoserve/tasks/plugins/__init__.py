@@ -36,6 +36,12 @@ class Options:
     record: str | None = None
     update: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.record is not None and not self.check and self.update is None:
+            raise ConfigError("record: it is read by update=FILE or written by check=true; give one of them")
+        if self.check and self.update is not None:
+            raise ConfigError("check, update: first check=true record=FILE, then update=PAGE record=FILE")
+
 
 def run(job: Job) -> dict[str, Any]:
     registry, options = job.registry, job.options
@@ -76,10 +82,15 @@ def update(file: Path, registry: Registry, record: Path | None) -> None:
         "matrix": lambda: matrix.markdown(registry, results),
         "reference": reference.markdown,
     }
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"update={file}: it cannot be read ({type(error).__name__})") from None
     parts = [name for name in makers if f"<!-- {name} -->" in text]
     if not parts:
         raise ConfigError(f"update={file}: it has no generated part; those are {', '.join(makers)}")
+    if "matrix" in parts and record is None:
+        raise ConfigError(f"update={file}: it has a matrix of results; record=FILE is where check=true put them")
     for name in parts:
         text = replaced(text, name, makers[name]())
     file.write_text(text, encoding="utf-8")

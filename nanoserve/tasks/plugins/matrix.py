@@ -68,6 +68,9 @@ def requirements(one: Combination, device: str, capability: tuple[int, int] | No
     )
 
 
+MESSAGE = 300  # characters of an exception that a result keeps
+
+
 def refusals(one: Combination, device: str, capability: tuple[int, int] | None = None) -> list[str]:
     """Why the combination does not run on ``device``; empty if it is claimed. On a CPU, Triton may be interpreted."""
     need = requirements(one, device, capability)
@@ -114,7 +117,8 @@ def check(registry: Registry, one: Combination, device: str, capability: tuple[i
             out, expected = out[row : row + 1], expected[row : row + 1]
         total, token = relative_error(out, expected)
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        message = " ".join(str(error).split())  # a compiler's is megabytes
+        return f"{type(error).__name__}: {message[:MESSAGE]}{' …' * (len(message) > MESSAGE)}"
     allowed = TOLERANCES[dtype]
     if total <= allowed and token <= 3 * allowed:
         return OK
