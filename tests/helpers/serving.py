@@ -153,6 +153,14 @@ class Server:
             time.sleep(0.01)
         return stats
 
+    def wait_for_log(self, key: str, value: Any, timeout: float = 10) -> dict[str, Any]:
+        """The first line of the log with this field; it is written after the answer has been sent."""
+        deadline = time.monotonic() + timeout
+        while not (found := [entry for entry in self.log if entry.get(key) == value]):
+            assert time.monotonic() < deadline, self.lines
+            time.sleep(0.01)
+        return found[0]
+
     def stop(self) -> int:
         """Ask it to end, and make it end; its exit code."""
         self.http.close()

@@ -427,9 +427,11 @@ def test_live_figures_and_composition(server: Server) -> None:
 
 def test_the_log_has_no_prompts(server: Server) -> None:
     server.complete(prompt="a very secret prompt", max_tokens=1, user="somebody")
-    server.post("/v1/completions", prompt="a very secret prompt", temperature=-1)
+    server.post("/v1/completions", prompt="a very secret prompt", temperature=-1, user="somebody else")
+    server.complete(prompt="another", max_tokens=1, user="the last")
+    line = server.wait_for_log("user", "somebody")
+    server.wait_for_log("user", "the last")
     assert not any("secret" in line for line in server.lines)
-    (line,) = [entry for entry in server.log if entry.get("user") == "somebody"]
     assert line["completion_tokens"] == 1 and line["finish_reasons"] == ["length"] and line["status"] == 200
 
 

@@ -137,7 +137,7 @@ def test_the_file_is_a_policy_that_the_command_line_takes(cli: Cli):
     assert "nanoserve --config-dir . policy=tuned_cpu" in outcome.out
     stored = load_yaml("policy", "tuned_cpu", ["file://."])
     assert stored is not None and [row["phase"] for row in stored["table"]] == ["prefill", "decode"]
-    assert {r["kv"] for r in json.loads(Path("times.json").read_text())["results"]} == {"bf16", "int8"}
+    assert {r["kv"] for r in json.loads(Path("times.json").read_text())["results"]} >= {"bf16", "int8"}
     used = cli("--config-dir", ".", "policy=tuned_cpu", "--cfg", "job")
     assert used.code == 0 and "- sdpa" in used.out
 

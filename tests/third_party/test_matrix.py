@@ -187,7 +187,7 @@ def test_the_interpreter_must_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_message_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler's, say, which would fill the file of results."""
 
-    def factory(*_: object) -> None:
+    def factory(*_: object) -> Any:
         raise RuntimeError("no " * 9999)
 
     one = COMBINATIONS[0]
