@@ -60,5 +60,7 @@ def run(job: Job) -> dict[str, Any]:
     if output is not None:
         write(folder / output, record)
     if job.options.report is not None:
-        (folder / job.options.report).write_text(html.render(record), encoding="utf-8")
+        report = folder / job.options.report
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(html.render(record), encoding="utf-8")
     return measured.figures

@@ -90,7 +90,8 @@ def git_revision() -> str | None:
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """As JSON, one key per line; the long lists of steps and requests have one item per line."""
+    """As JSON, one key per line; the long lists of steps and requests have one item per line. Makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     parts = []
     for key, value in record.items():
         if isinstance(value, list) and value:
