@@ -5,6 +5,7 @@ The loop never waits for anybody but the engine: commands are taken in between s
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ import zmq
 from nanoserve.contracts import errors
 from nanoserve.contracts.errors import NanoserveError, RequestError
 from nanoserve.outputs import RequestOutput
+from nanoserve.server.logs import json_logs
 from nanoserve.server.messages import (
     Abort,
     Add,
@@ -55,12 +57,7 @@ def run(config: EngineConfig, commands: str, news: str, log_level: int | None) -
     # The parent decides when this process ends; a signal to the whole group must not cut requests that it drains.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if log_level is not None:
-        from nanoserve.server.logs import json_logs
-
-        with json_logs(log_level):
-            _run(config, commands, news)
-    else:
+    with contextlib.nullcontext() if log_level is None else json_logs(log_level):
         _run(config, commands, news)
 
 

@@ -27,6 +27,7 @@ from nanoserve.contracts.attention import AttentionBackend, AttentionContext, At
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
+from nanoserve.ops.linear import MIN_WGMMA_TOKENS
 from nanoserve_plugins.attention._kernels import GPU, ITEM, SHARE, WorkList, even_programs, qk_scale
 
 
@@ -44,7 +45,7 @@ class HopperDecodeConfig:
 #: Whether the next kernel may start beside this one. INT8 fills all registers, so that it would take slots of the next
 #: layer's programs. For more sequences than these it is a product that wants most of the shared memory, and this kernel
 #: would read K and V through what is left of the L1 cache.
-EARLY_SEQS = 32
+EARLY_SEQS = MIN_WGMMA_TOKENS - 1
 
 
 class HopperDecodeBackend(AttentionBackend):

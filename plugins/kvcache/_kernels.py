@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nanoserve.contracts.kvcache import LayerCache
+from nanoserve.ops.linear import MIN_WGMMA_TOKENS
 from nanoserve_plugins._launch import Launcher
 
 
@@ -211,7 +212,7 @@ ROWS = 16  # vectors of K and of V that one program stores
 MAX_HEADS, HEADS_PER_WARP = 8, 2  # of one program that normalises, rotates and stores
 #: From more tokens on, the product before keeps 200 KB of shared memory on every multiprocessor. Attention that started
 #: beside it would read K and V through what is left of the L1 cache, for as long as it runs.
-EARLY_TOKENS = 32
+EARLY_TOKENS = MIN_WGMMA_TOKENS - 1
 launch_store, launch_norm_rope_store = Launcher(store_kernel), Launcher(norm_rope_store_kernel)
 
 
