@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from nanoserve.models.parallel import Split
-from nanoserve.ops.linear import linear, linear_add_, norm_linear, norm_swiglu
+from nanoserve.ops.linear import Norm, linear, linear_add_norm_, norm_linear, norm_swiglu
 
 #: Rows of x that a packed weight is laid out for: decode steps of a small batch, which is what a CPU serves.
 PACKED_FOR_ROWS = 16
@@ -98,17 +98,18 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
-    def of_norm(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The product with ``rms_norm(x)``, in the dtype of the weights."""
-        return norm_linear(x, norm_weight, eps, self.weight, self.bias)
+    def of_norm(self, norm: Norm) -> torch.Tensor:
+        """The product with ``norm()``, in the dtype of the weights."""
+        return norm_linear(norm, self.weight, self.bias)
 
-    def swiglu_of_norm(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``silu(gate) * up`` of the product with ``rms_norm(x)``. Gates are the first half of ``out``; no bias."""
-        return norm_swiglu(x, norm_weight, eps, self.weight)
+    def swiglu_of_norm(self, norm: Norm) -> torch.Tensor:
+        """``silu(gate) * up`` of the product with ``norm()``. Gates are the first half of ``out``; no bias."""
+        return norm_swiglu(norm, self.weight)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add the product with x to ``residual`` ``[tokens, out]`` in place, computed in the dtype of ``residual``."""
-        return linear_add_(residual, x, self.weight, self.bias)
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Norm:
+        """Add the product with x to ``residual`` ``[tokens, out]`` in place, computed in the dtype of ``residual``;
+        returns the RMSNorm of that."""
+        return linear_add_norm_(residual, x, self.weight, self.bias, norm_weight, eps)
 
 
 def make_linear(

@@ -15,7 +15,7 @@ from nanoserve.models.config import ModelConfig
 from nanoserve.models.layers import WeightShard, linear, make_linear, packed, whole
 from nanoserve.models.parallel import ParallelContext
 from nanoserve.models.rope import build_cos_sin
-from nanoserve.ops.norm import rms_norm
+from nanoserve.ops.linear import Norm
 
 
 class Step(Protocol):
@@ -124,13 +124,15 @@ class Qwen3ForCausalLM:
         """
         eps, cos_sin = self.config.rms_norm_eps, self.cos_sin
         residual = F.embedding(input_ids, self.embed_tokens).to(residual_dtype_of(self.dtype))
-        for layer in self.layers:
-            qkv = layer.qkv.of_norm(residual, layer.input_norm, eps)
+        norm = Norm(residual, self.layers[0].input_norm, eps)
+        following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, next_norm in zip(self.layers, following, strict=True):
+            qkv = layer.qkv.of_norm(norm)
             x = step.attend(layer.index, qkv, layer.q_norm, layer.k_norm, eps, cos_sin)
-            layer.o.add_to(residual, x)
-            x = layer.gate_up.swiglu_of_norm(residual, layer.post_attention_norm, eps)
-            layer.down.add_to(residual, x)
-        return rms_norm(residual, self.norm, eps)
+            norm = layer.o.add_to(residual, x, layer.post_attention_norm, eps)
+            x = layer.gate_up.swiglu_of_norm(norm)
+            norm = layer.down.add_to(residual, x, next_norm, eps)
+        return norm()
 
     def compute_logits(self, hidden: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """hidden: ``[N, hidden_size]`` → ``[N, vocab_size]`` in ``dtype``, computed in the model's dtype on the CPU."""

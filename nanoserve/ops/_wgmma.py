@@ -10,8 +10,12 @@ None of a layer's products lasts longer than a few microseconds, so a good part 
   sums pass through global memory, that is the L2, on either side of a cluster barrier; then each program finishes its
   share of the rows. (Triton 3.6 cannot convert layouts through distributed shared memory.)
 
-SwiGLU's gate and the residual add happen to the sums before they are stored. A launch costs the host several times what
-cuBLAS's does, two TMA descriptors included: worth it in CUDA graphs. Figures and what failed: NOTES.md.
+SwiGLU's gate and the residual add happen to the sums before they are stored. So does an RMSNorm between two of these
+products: the first stores its result a second time, times the norm's weight, and sums of squares per tile; the second
+divides its sums by what these say x should have been divided by.
+
+A launch costs the host several times what cuBLAS's does, two TMA descriptors included: worth it in CUDA graphs. Figures
+and what failed: NOTES.md.
 
 For compute capability 9.0 alone: compiling for another one aborts the process.
 """
@@ -80,6 +84,10 @@ def wgmma_kernel(
     bias,
     out,  # [num_tokens, N], or of half the width with SWIGLU
     partials,  # fp32 [clusters, SPLIT, TOKENS, ROWS]
+    norm_weight,  # [N]: of the norm that follows
+    weighted,  # [num_tokens, N]: out · norm_weight
+    squares,  # fp32 [parts of a row, num_tokens]: Σ out², or, with NORM_PARTS, those of x before its norm's weight
+    eps,
     num_tokens,
     N: gl.constexpr,
     K: gl.constexpr,
@@ -98,8 +106,12 @@ def wgmma_kernel(
     BIAS: gl.constexpr,
     SWIGLU: gl.constexpr,
     ADD: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    NORM_PARTS: gl.constexpr,
 ):
     gl.static_assert(SPLIT == 1 or not SWIGLU, "a gate is not a sum over parts of K")
+    gl.static_assert(SPLIT == 1 or NORM_PARTS == 0, "a program of a cluster has other rows in the end")
+    SQUARES: gl.constexpr = gl.BlockedLayout([4, 1], [4, 8], [1, gl.num_warps()], [1, 0])
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     PARTS: gl.constexpr = 2 if SWIGLU else 1
@@ -143,12 +155,20 @@ def wgmma_kernel(
     out_mask = (out_token < num_tokens) & (out_column < OUT_N)
     if BIAS:
         offset = gl.load(bias + out_column, mask=out_column < OUT_N, other=0.0)
+    if WEIGHTED:
+        factor = gl.load(norm_weight + out_column, mask=out_column < OUT_N, other=0.0)
 
     tl.extra.cuda.gdc_wait()
     for i in gl.static_range(X_STAGES):
         _load_x(x_tiles, x_ring, i, x_row, first_k)
     if ADD:
         residual = gl.load(out_pointers, mask=out_mask, other=0.0).to(gl.float32)
+    if NORM_PARTS > 0:
+        part = gl.arange(0, triton.next_power_of_2(NORM_PARTS), gl.SliceLayout(1, SQUARES))[:, None]
+        x_token = token + gl.arange(0, TOKENS, gl.SliceLayout(0, SQUARES))[None, :]
+        is_part = (part < NORM_PARTS) & (x_token < num_tokens)
+        sums = gl.sum(gl.load(squares + part * num_tokens + x_token, mask=is_part, other=0.0), 0)
+        inverse = gl.convert_layout(gl.rsqrt(sums / K + eps), gl.SliceLayout(1, MMA))[:, None]
     accs = ()
     for _ in gl.static_range(PARTS):
         accs = accs + (gl.zeros([SPLIT * TOKENS, ROWS], gl.float32, MMA),)
@@ -174,8 +194,11 @@ def wgmma_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     y = accs[0]
+    if NORM_PARTS > 0:
+        y *= inverse
     if SWIGLU:
-        y = y / (1.0 + gl.exp(-y)) * accs[1]
+        up = accs[1] * inverse if NORM_PARTS > 0 else accs[1]
+        y = y / (1.0 + gl.exp(-y)) * up
     if SPLIT > 1:
         tile = partials + gl.program_id(0) * (SPLIT * TOKENS * ROWS)
         row = gl.arange(0, SPLIT * TOKENS, gl.SliceLayout(1, MMA))[:, None]
@@ -192,7 +215,15 @@ def wgmma_kernel(
         y += offset.to(gl.float32)
     if ADD:
         y += residual
-    gl.store(out_pointers, y.to(out.dtype.element_ty), mask=out_mask)
+    rounded = y.to(out.dtype.element_ty)
+    gl.store(out_pointers, rounded, mask=out_mask)
+    if WEIGHTED:
+        y = gl.where(out_mask, rounded.to(gl.float32), 0.0)
+        product = (y * factor.to(gl.float32)).to(weighted.dtype.element_ty)
+        gl.store(weighted + (out_token * OUT_N + out_column), product, mask=out_mask)
+        row_token = token + gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))
+        part = gl.program_id(0) % COLUMNS
+        gl.store(squares + part * num_tokens + row_token, gl.sum(y * y, 1), mask=row_token < num_tokens)
 
 
 @gluon.jit
@@ -238,6 +269,27 @@ def tile_for(num_tokens: int, n: int, k: int, swiglu: bool) -> Tile | None:
     return Tile(64, 64, 128, 5, 8) if num_tokens <= 128 else Tile(128, 64, 64, 5, 8)
 
 
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """An RMSNorm less its division: ``rms_norm(y) = x · rsqrt(Σ squares / width + eps)`` where x = y · weight.
+
+    weight ``[width]``; x ``[tokens, width]`` in the dtype of the weights; squares: fp32 ``[parts, tokens]``, Σ y² over
+    parts of the width.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    x: torch.Tensor
+    squares: torch.Tensor
+
+    @classmethod
+    def of(cls, y: torch.Tensor, weight: torch.Tensor, eps: float, tile: Tile) -> Weighted:
+        """Empty, for a product with ``tile`` that ends in y ``[tokens, width]``."""
+        parts = triton.cdiv(y.shape[1], tile.rows)
+        squares = torch.empty(parts, y.shape[0], dtype=torch.float32, device=y.device)
+        return cls(weight, eps, torch.empty_like(y), squares)
+
+
 @functools.cache
 def layouts(tile: Tile) -> dict[str, Any]:
     """Constants of the kernel; those of a cluster say which of its programs has what."""
@@ -265,10 +317,13 @@ def wgmma_linear(
     bias: torch.Tensor | None = None,
     swiglu: bool = False,
     add: bool = False,
+    weighted: Weighted | None = None,
+    norm: Weighted | None = None,
 ) -> torch.Tensor:
     """``out = f(x Wᵀ + b)``, or ``out += …``; x ``[tokens, in]``, W ``[out, in]``, contiguous, 16-bit, 16-byte aligned.
 
-    swiglu: f is ``silu_and_mul``, and ``out`` half as wide as W is high; without bias.
+    swiglu: f is ``silu_and_mul``, and ``out`` half as wide as W is high; without bias. weighted: filled with what
+    ``out`` is to the norm that follows. norm: x is ``norm.x``; what is multiplied with Wᵀ is the norm.
     """
     num_tokens, k = x.shape
     n = weight.shape[0]
@@ -280,6 +335,7 @@ def wgmma_linear(
     if tile.split > 1:
         size = (clusters, tile.split, tile.tokens, tile.rows)
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    follows = weighted or norm
     x_box, w_box = [tile.split * tile.tokens, tile.block_k], [tile.rows, tile.block_k]
     x_tiles = TensorDescriptor(x, [num_tokens, k], [k, 1], x_box, constants["X_LAYOUT"])
     w_tiles = TensorDescriptor(weight, [n, k], [k, 1], w_box, constants["W_LAYOUT"])
@@ -290,6 +346,10 @@ def wgmma_linear(
         bias,
         out,
         partials,
+        weighted.weight if weighted else None,
+        weighted.x if weighted else None,
+        follows.squares if follows else None,
+        follows.eps if follows else 0.0,
         num_tokens,
         N=n,
         K=k,
@@ -304,6 +364,8 @@ def wgmma_linear(
         BIAS=bias is not None,
         SWIGLU=swiglu,
         ADD=add,
+        WEIGHTED=weighted is not None,
+        NORM_PARTS=norm.squares.shape[0] if norm else 0,
         num_warps=tile.tokens // 16,
         num_ctas=tile.split,
         launch_pdl=True,

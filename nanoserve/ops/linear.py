@@ -1,8 +1,8 @@
 """Matrix products with a weight ``W [out, in]``, alone and with what surrounds them in a transformer.
 
 This is the one place that decides how a product is computed: ``own_product`` says whether the tokens are few enough for
-a kernel of ours, which takes gate and residual add along: ``_skinny.py``, and the norm too for the fewest, or in CUDA
-graphs on Hopper ``_wgmma.py``. Otherwise each function is the composition that it stands for, over cuBLAS or the CPU's
+a kernel of ours, which takes gate, residual add and where it can the norm along: ``_skinny.py``, or in CUDA graphs on
+Hopper ``_wgmma.py``. Otherwise each function is the composition that it stands for, over cuBLAS or the CPU's
 library.
 
 Everything is 2-D: x ``[tokens, in]``, bias ``[out]`` of the weight's dtype.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +23,11 @@ from nanoserve.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from nanoserve.ops._skinny import Tile
+    from nanoserve.ops._wgmma import Tile as WgmmaTile
+    from nanoserve.ops._wgmma import Weighted
 
 MAX_SKINNY_TOKENS = 64
-MIN_WGMMA_TOKENS, MAX_WGMMA_TOKENS = 33, 64  # beyond: see NOTES.md
+MIN_WGMMA_TOKENS, MAX_WGMMA_TOKENS = 33, 256  # see NOTES.md
 MAX_FUSED_NORM_TOKENS = 8  # every program normalises all tokens: beyond this a launch of its own is cheaper
 
 # F.linear in fp32 calls MKL; on AMD's CPUs oneDNN takes half the time from four rows on (measured, torch 2.13). This
@@ -62,43 +65,90 @@ def linear_add_(
     return residual.add_(linear(x, weight, bias, residual.dtype))
 
 
-def norm_linear(
-    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``linear(rms_norm(x, norm_weight, eps), weight, bias)``; x may be fp32 where the weights are not."""
-    tile = skinny_tile(x, weight)
-    if tile is None or not _fuses_norm(x):
-        return linear(rms_norm(x, norm_weight, eps), weight, bias)
-    from nanoserve.ops._skinny import skinny_linear
+def linear_add_norm_(
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> Norm:
+    """``linear_add_``, and the norm of what it leaves in ``residual``, as the products below take it."""
+    tile = _wgmma_tile(x, weight)
+    if tile is None or residual.dtype != torch.bfloat16:  # fp16 could overflow before it is divided
+        return Norm(linear_add_(residual, x, weight, bias), norm_weight, eps)
+    from nanoserve.ops import _wgmma
 
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    return skinny_linear(x, weight, out, tile, bias=bias, norm=(norm_weight, eps))
+    weighted = _wgmma.Weighted.of(residual, norm_weight, eps, tile)
+    _wgmma.wgmma_linear(x, weight, residual, tile, bias=bias, add=True, weighted=weighted)
+    return Norm(residual, norm_weight, eps, weighted)
 
 
-def norm_swiglu(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor) -> torch.Tensor:
-    """``silu_and_mul(linear(rms_norm(x, norm_weight, eps), weight))``: ``[tokens, out / 2]``."""
-    tile = skinny_tile(x, weight)
-    if tile is not None and _fuses_norm(x):
-        from nanoserve.ops._skinny import skinny_linear
+@dataclass(slots=True)
+class Norm:
+    """``rms_norm(residual, weight, eps)``, left to the product that follows; residual may be fp32 where W is not.
 
-        out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-        return skinny_linear(x, weight, out, tile, norm=(norm_weight, eps), swiglu=True)
-    x = rms_norm(x, norm_weight, eps)
+    It reads ``residual`` late: whoever changes it in between changes the norm.
+    """
+
+    residual: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+    weighted: Weighted | None = None
+
+    def __call__(self) -> torch.Tensor:
+        return rms_norm(self.residual, self.weight, self.eps)
+
+
+def norm_linear(norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``linear(norm(), weight, bias)``."""
+    product = _product_with_norm(norm, weight, bias=bias)
+    return linear(norm(), weight, bias) if product is None else product
+
+
+def norm_swiglu(norm: Norm, weight: torch.Tensor) -> torch.Tensor:
+    """``silu_and_mul(linear(norm(), weight))``: ``[tokens, out / 2]``."""
+    y = _product_with_norm(norm, weight, swiglu=True)
+    if y is not None:
+        return y
+    x = norm()
     product = own_product(x, weight, swiglu=True)
     if product is None:
         return silu_and_mul(_dense(x, weight, None))
     return product(x, weight, x.new_empty(x.shape[0], weight.shape[0] // 2), swiglu=True)
 
 
+def _product_with_norm(
+    norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None = None, swiglu: bool = False
+) -> torch.Tensor | None:
+    """In one kernel, or None where that is slower or not possible. bf16 only: what is multiplied with W is not divided
+    by the norm yet, and fp16 could overflow."""
+    h = norm.residual
+    width = weight.shape[0] // 2 if swiglu else weight.shape[0]
+    if norm.weighted is not None:
+        wgmma_tile = _wgmma_tile(norm.weighted.x, weight, swiglu)
+        if wgmma_tile is not None and wgmma_tile.split == 1:
+            from nanoserve.ops._wgmma import wgmma_linear
+
+            x, out = norm.weighted.x, h.new_empty(h.shape[0], width)
+            return wgmma_linear(x, weight, out, wgmma_tile, bias=bias, swiglu=swiglu, norm=norm.weighted)
+    if h.dtype == torch.bfloat16 and h.shape[0] <= MAX_FUSED_NORM_TOKENS:
+        tile = skinny_tile(h, weight)
+        if tile is not None:
+            from nanoserve.ops._skinny import skinny_linear
+
+            out = h.new_empty(h.shape[0], width)
+            return skinny_linear(h, weight, out, tile, bias=bias, norm=(norm.weight, norm.eps), swiglu=swiglu)
+    return None
+
+
 def own_product(x: torch.Tensor, weight: torch.Tensor, swiglu: bool = False) -> Callable[..., torch.Tensor] | None:
     """Our kernel for this product, to be called like ``skinny_linear`` less ``tile``; None where cuBLAS is better."""
-    if _suits_wgmma(x, weight):
-        from nanoserve.ops import _wgmma
+    wgmma_tile = _wgmma_tile(x, weight, swiglu)
+    if wgmma_tile is not None:
+        from nanoserve.ops._wgmma import wgmma_linear
 
-        n, k = weight.shape
-        wgmma_tile = _wgmma.tile_for(x.shape[0], n, k, swiglu)
-        if wgmma_tile is not None:
-            return functools.partial(_wgmma.wgmma_linear, tile=wgmma_tile)
+        return functools.partial(wgmma_linear, tile=wgmma_tile)
     tile = skinny_tile(x, weight)
     if tile is None:
         return None
@@ -107,17 +157,23 @@ def own_product(x: torch.Tensor, weight: torch.Tensor, swiglu: bool = False) -> 
     return functools.partial(skinny_linear, tile=tile)
 
 
-def _suits_wgmma(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Eagerly the host would not keep up. Compute capability 9.0 alone compiles it; TMA wants alignment."""
+def _wgmma_tile(x: torch.Tensor, weight: torch.Tensor, swiglu: bool = False) -> WgmmaTile | None:
+    """None outside of graphs: eagerly the host would not keep up. Compute capability 9.0 alone compiles the kernel, and
+    TMA wants alignment."""
     if not x.is_cuda or not MIN_WGMMA_TOKENS <= x.shape[0] <= MAX_WGMMA_TOKENS:
-        return False
+        return None
     if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
+        return None
     if not torch.cuda.is_current_stream_capturing():
-        return False
+        return None
     from nanoserve.ops._elementwise import compute_capability
 
-    return compute_capability(x.device) == (9, 0) and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    if compute_capability(x.device) != (9, 0) or (x.data_ptr() | weight.data_ptr()) % 16:
+        return None
+    from nanoserve.ops._wgmma import tile_for
+
+    n, k = weight.shape
+    return tile_for(x.shape[0], n, k, swiglu)
 
 
 def skinny_tile(x: torch.Tensor, weight: torch.Tensor) -> Tile | None:
@@ -132,11 +188,6 @@ def skinny_tile(x: torch.Tensor, weight: torch.Tensor) -> Tile | None:
     from nanoserve.ops._skinny import tile_for
 
     return tile_for(x.shape[0], *weight.shape)
-
-
-def _fuses_norm(x: torch.Tensor) -> bool:
-    """bf16 only: what is multiplied with W is not divided by the norm yet, and fp16 could overflow."""
-    return x.dtype == torch.bfloat16 and x.shape[0] <= MAX_FUSED_NORM_TOKENS
 
 
 def _dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

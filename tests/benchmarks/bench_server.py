@@ -72,10 +72,10 @@ def run_fake_engine(*arguments: Any) -> None:
     run_engine(*arguments)
 
 
-def load(host: str, port: int, num_streams: int, num_tokens: int) -> tuple[float, int, int]:
+def load(host: str, port: int, num_streams: int, num_tokens: int, prompt_len: int = 32) -> tuple[float, int, int]:
     """Seconds, output tokens and events of ``num_streams`` simultaneous streams."""
     body = json.dumps({
-        "prompt": list(range(300, 332)), "max_tokens": num_tokens, "ignore_eos": True, "stream": True,
+        "prompt": list(range(300, 300 + prompt_len)), "max_tokens": num_tokens, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True},
     }).encode()  # fmt: skip
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"

@@ -18,7 +18,7 @@ from nanoserve.engine.sampler import INV_TEMPERATURE, UNIFORM, Sampler, Sampling
 from nanoserve.ops import _elementwise
 from nanoserve.ops.activation import silu_and_mul_reference
 from nanoserve.ops.decode_inputs import DecodeInputs, decode_inputs_reference
-from nanoserve.ops.linear import linear, linear_add_, norm_linear, norm_swiglu
+from nanoserve.ops.linear import Norm, linear, linear_add_, norm_linear, norm_swiglu
 from nanoserve.ops.norm import rms_norm_reference
 from nanoserve.ops.sample import sample
 
@@ -190,8 +190,8 @@ def test_products_of_few_tokens(tokens, dtype):
         pairs = [
             (linear(x, weight, bias), product),
             (linear(x, weight, bias, torch.float32), product),
-            (norm_linear(h, norm_weight, 1e-6, weight, bias), normed + bias.double()),
-            (norm_swiglu(h, norm_weight, 1e-6, weight), silu_and_mul_reference(normed)),
+            (norm_linear(Norm(h, norm_weight, 1e-6), weight, bias), normed + bias.double()),
+            (norm_swiglu(Norm(h, norm_weight, 1e-6), weight), silu_and_mul_reference(normed)),
             (linear_add_(residual.clone(), x, weight, bias), residual.double() + product),
             (linear_add_(residual.clone(), x, weight), residual.double() + product - bias.double()),
         ]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanoserve.ops.activation import silu_and_mul_reference
-from nanoserve.ops.linear import linear, linear_add_, norm_swiglu
+from nanoserve.ops.linear import linear_add_norm_, norm_linear, norm_swiglu
 from nanoserve.ops.norm import rms_norm_reference
 
 SHAPES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
@@ -37,7 +37,7 @@ def test_tiles_fit_a_multiprocessor():
 
 def compile_all():
     """In a subprocess: a report for every tile of Qwen3-0.6B's layer."""
-    from nanoserve.ops._wgmma import tile_for, wgmma_linear
+    from nanoserve.ops._wgmma import Weighted, tile_for, wgmma_linear
     from tests.helpers.triton_compile import compile_launches
 
     def tensor(*shape, dtype=torch.bfloat16):
@@ -47,16 +47,21 @@ def compile_all():
     for tokens, (name, (n, k)) in product((64, 96, 128, 256), SHAPES.items()):
         swiglu, add = name == "gate_up", name in ("o", "down")
         tile = tile_for(tokens, n, k, swiglu)
-        if (name, tile) in seen or (name == "down" and tokens > 64):
+        if (name, tile) in seen:
             continue
         seen.add((name, tile))
         dtype = torch.float16 if name == "o" else torch.bfloat16
         out = tensor(tokens, n // 2 if swiglu else n, dtype=torch.float32 if name == "o" else dtype)
         bias = tensor(n, dtype=dtype) if name == "qkv" else None
         x, weight = tensor(tokens, k, dtype=dtype), tensor(n, k, dtype=dtype)
+        options = {"bias": bias, "swiglu": swiglu, "add": add}
+        if name == "down":
+            options["weighted"] = Weighted.of(out, tensor(n), 1e-6, tile)
+        elif name != "o":
+            options["norm"] = Weighted.of(x, tensor(k), 1e-6, tile)
         kernels = compile_launches(
-            lambda x=x, weight=weight, out=out, tile=tile, options={"bias": bias, "swiglu": swiglu, "add": add}: (
-                wgmma_linear(x, weight, out, tile, **options)
+            lambda x=x, weight=weight, out=out, tile=tile, options=options: wgmma_linear(
+                x, weight, out, tile, **options
             ),
             90,
         )
@@ -81,7 +86,7 @@ def test_kernels_compile_without_spills():
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout.splitlines()[-1])
-    assert len(reports) == 8
+    assert len(reports) == 9
     for name, report in reports.items():
         assert report["stack"] == 0, name
         assert report["wgmma"] > 0, name
@@ -144,24 +149,34 @@ def test_products(tokens, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("tokens", [40, 128, 200])
+@pytest.mark.parametrize("tokens", [40, 64, 65, 128, 200, 256])
 def test_a_layer_in_a_graph(tokens, monkeypatch):
-    """Our kernel serves a capture, and only that; replayed on other values, the graph gives what eager cuBLAS does."""
+    """Our kernel serves a capture, norms included, and only that; replayed on other values, the graph is right."""
     from nanoserve.ops import _wgmma
 
-    dtype, hidden = torch.bfloat16, 1024
+    dtype, hidden, eps = torch.bfloat16, 1024, 1e-6
     torch.manual_seed(1)
     weights = {name: randn(*shape, dtype=dtype, scale=shape[1] ** -0.5) for name, shape in SHAPES.items()}
-    norm_weight = 1 + randn(hidden, dtype=dtype, scale=0.1)
+    norms = 1 + randn(2, hidden, dtype=dtype, scale=0.1)
     x, attended = randn(tokens, hidden, dtype=dtype), randn(tokens, 2048, dtype=dtype)
     spy = mock.Mock(side_effect=_wgmma.wgmma_linear)
     monkeypatch.setattr(_wgmma, "wgmma_linear", spy)
 
     def layer():
         residual = x.clone()
-        qkv = linear(rms_norm_reference(residual, norm_weight, 1e-6), weights["qkv"])
-        linear_add_(residual, attended, weights["o"])
-        return qkv, linear_add_(residual, norm_swiglu(residual, norm_weight, 1e-6, weights["gate_up"]), weights["down"])
+        norm = linear_add_norm_(residual, attended, weights["o"], None, norms[0], eps)
+        after_o = residual.clone()
+        inner = norm_swiglu(norm, weights["gate_up"])
+        norm = linear_add_norm_(residual, inner, weights["down"], None, norms[1], eps)
+        return after_o, inner, residual, norm_linear(norm, weights["qkv"]), norm()
+
+    def reference():
+        wide = {name: weight.double() for name, weight in weights.items()}
+        after_o = x.double() + attended.double() @ wide["o"].T
+        inner = silu_and_mul_reference(rms_norm_reference(after_o, norms[0].double(), eps) @ wide["gate_up"].T)
+        residual = after_o + inner @ wide["down"].T
+        normed = rms_norm_reference(residual, norms[1].double(), eps)
+        return after_o, inner, residual, normed @ wide["qkv"].T, normed
 
     layer()
     torch.cuda.synchronize()
@@ -170,11 +185,12 @@ def test_a_layer_in_a_graph(tokens, monkeypatch):
     with torch.cuda.graph(graph):
         outputs = layer()
     assert spy.call_count == 4
+    assert sum(call.kwargs.get("norm") is not None for call in spy.call_args_list) == 2
     x.normal_()
     attended.normal_()
     graph.replay()
-    for ours, reference in zip(outputs, layer(), strict=True):
-        assert relative_error(ours, reference.double()) < 2 * torch.finfo(dtype).eps
+    for i, (ours, right) in enumerate(zip(outputs, reference(), strict=True)):
+        assert relative_error(ours, right) < 2 * torch.finfo(dtype).eps, i
 
 
 if __name__ == "__main__":

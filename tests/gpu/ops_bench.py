@@ -323,14 +323,14 @@ class Chain:
 
     def fused(self, logits_dtype=torch.float32):
         residual = self.tokens.clone()
+        norm = linear.Norm(residual, self.norms[0], EPS)
         for i in range(LAYERS):
-            qkv = linear.norm_linear(residual, self.norms[2 * i], EPS, self.weights["qkv"][i])
-            linear.linear_add_(residual, silu_and_mul(qkv), self.weights["o"][i])
-            x = linear.norm_swiglu(residual, self.norms[2 * i + 1], EPS, self.weights["gate_up"][i])
-            linear.linear_add_(residual, x, self.weights["down"][i])
-        logits = linear.linear(
-            rms_norm(residual, self.norms[-1], EPS), self.weights["lm_head"][0], out_dtype=logits_dtype
-        )
+            qkv = linear.norm_linear(norm, self.weights["qkv"][i])
+            o, down = self.weights["o"][i], self.weights["down"][i]
+            norm = linear.linear_add_norm_(residual, silu_and_mul(qkv), o, None, self.norms[2 * i + 1], EPS)
+            x = linear.norm_swiglu(norm, self.weights["gate_up"][i])
+            norm = linear.linear_add_norm_(residual, x, down, None, self.norms[2 * i + 2], EPS)
+        logits = linear.linear(norm(), self.weights["lm_head"][0], out_dtype=logits_dtype)
         return residual, sample_module.sample(logits, *self.params)
 
     def separate(self):

@@ -1,6 +1,6 @@
 """Time of a whole decode step with each setting of what may start beside what, in turns on one engine.
 
-    python tests/gpu/step_bench.py [bf16|int8 …]
+    python tests/gpu/step_bench.py [bf16|int8|a batch|a setting …]
 
 Kernels that win alone can lose in a step: a product that prefetches its weights keeps most of the shared memory, and
 attention that runs beside it reads K and V through what is left of the L1 cache. So this is where the limits of
@@ -17,24 +17,27 @@ import time
 import torch
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.models import layers
 from nanoserve.ops import linear
 from nanoserve_plugins.attention import hopper_decode
 from nanoserve_plugins.kvcache import _kernels as kv_kernels
 
 ALWAYS = 10**9
-#: MAX_WGMMA_TOKENS, and up to how many tokens the store and attention let the next kernel start early.
+FUSED = layers.linear_add_norm_
+#: MAX_WGMMA_TOKENS, up to how many tokens the store and attention let the next kernel start early, how norms are added.
 SETTINGS = {
-    "cuBLAS": (0, 32, 32),
-    "wgmma": (256, 32, 32),
-    "wgmma, early store": (256, ALWAYS, 32),
-    "wgmma, early attention": (256, 32, ALWAYS),
-    "wgmma, all early": (256, ALWAYS, ALWAYS),
+    "cuBLAS": (0, 32, 32, FUSED),
+    "wgmma": (256, 32, 32, FUSED),
+    "norms apart": (256, 32, 32, lambda r, x, w, b, norm, eps: linear.Norm(linear.linear_add_(r, x, w, b), norm, eps)),
+    "early store": (256, ALWAYS, 32, FUSED),
+    "early attention": (256, 32, ALWAYS, FUSED),
 }
 BATCHES, CONTEXT, ROUNDS, STEPS = (16, 32, 48, 64, 128, 256), 960, 4, 6
 
 
 def apply(setting: str) -> None:
-    linear.MAX_WGMMA_TOKENS, kv_kernels.EARLY_TOKENS, hopper_decode.EARLY_SEQS = SETTINGS[setting]
+    linear.MAX_WGMMA_TOKENS, kv_kernels.EARLY_TOKENS, hopper_decode.EARLY_SEQS, add = SETTINGS[setting]
+    layers.linear_add_norm_ = add
 
 
 def measure(llm: LLM, batch: int) -> dict[str, float]:
@@ -69,10 +72,14 @@ def measure(llm: LLM, batch: int) -> dict[str, float]:
 
 
 def main() -> None:
+    asked = sys.argv[1:]
+    for setting in [s for s in SETTINGS if {*asked} & {*SETTINGS} and s not in asked]:
+        del SETTINGS[setting]
+    batches = [int(word) for word in asked if word.isdigit()] or BATCHES
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "| ms a step |", ", ".join(SETTINGS))
-    for kv in sys.argv[1:] or ["bf16", "int8"]:
+    for kv in [word for word in asked if word in ("bf16", "int8")] or ["bf16", "int8"]:
         with LLM("qwen3_0_6b", load_format="dummy", kv=kv, enable_prefix_caching=False) as llm:
-            for batch in BATCHES:
+            for batch in batches:
                 row = measure(llm, batch)
                 print(f"{kv} {batch:4d}", "  ".join(f"{ms:.3f}" for ms in row.values()), flush=True)
 
