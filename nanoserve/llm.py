@@ -173,14 +173,17 @@ class LLM:
             raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one for each")
         return [_one(p) for p in params]
 
-    @staticmethod
-    def _priorities_for(priority: int | list[int], count: int) -> list[int]:
+    def _priorities_for(self, priority: int | list[int], count: int) -> list[int]:
         priorities = priority if isinstance(priority, list) else [priority] * count
         if len(priorities) != count:
             raise RequestError(f"{len(priorities)} priorities for {count} prompts; give one, or one for each")
         for value in priorities:
             if type(value) is not int:
                 raise RequestError(f"a priority is an integer, lower for the more urgent, not {value!r}")
+        scheduler = self.engine.scheduler
+        if any(priorities) and not scheduler.uses_priority:
+            name = scheduler.plugin or type(scheduler).__name__
+            raise RequestError(f"priority: {name} does not use it; leave it out, or choose a scheduler that does")
         return priorities
 
     def _add(

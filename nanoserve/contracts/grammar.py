@@ -1,7 +1,8 @@
 """Contract: a grammar compiler turns a wanted form of output into matchers, which say token by token what may follow.
 
 The core does the rest: it keeps one matcher per sequence, uploads the bit masks, applies them before sampling, and
-hands every sampled token back. Nothing of this is imported, built or called before a request asks for it.
+hands every sampled token back. Nothing of this is called before a request asks for it. A server builds the compiler
+when it starts and compiles beside its loop, so that nobody else waits; elsewhere nothing is even imported before.
 """
 
 from __future__ import annotations
@@ -96,14 +97,21 @@ class Matcher(ABC):
 
 
 class GrammarCompiler(ABC):
-    """Compiles for one vocabulary."""
+    """Compiles for one vocabulary. What must be made of the vocabulary is made when it is built, not when it compiles.
+
+    An exception that is not foreseen here is a bug of the plugin: it ends its own request and names the plugin.
+    """
+
+    #: What messages call it, as ``grammar=NAME of DISTRIBUTION VERSION``; the registry sets it.
+    plugin: str = ""
 
     @abstractmethod
     def compile(self, spec: StructuredOutput) -> Callable[[], Matcher]:
         """A factory of matchers, each at the start of its output and independent of the others.
 
-        May be called by several threads at once. Raises ValueError with the reason for a form that is wrong, not
-        supported, too large, or that no text has. Bounds its own time: hundredths of a second, not seconds.
+        May be called by several threads at once, beside the one that steps: native code should not hold the
+        interpreter lock. Raises ValueError with the reason for a form that is wrong, not supported, too large, or that
+        no text has. Bounds its own time: hundredths of a second, not seconds.
         """
 
 
@@ -122,7 +130,8 @@ class GrammarContext:
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """Registers a grammar compiler. factory: ``(options, GrammarContext) -> GrammarCompiler``, called on first use.
+    """Registers a grammar compiler. factory: ``(options, GrammarContext) -> GrammarCompiler``, called once, by a server
+    when it starts and elsewhere on first use.
 
     A factory whose library is not installed raises PluginError, and the request is refused with its message.
     """

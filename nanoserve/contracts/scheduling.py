@@ -140,10 +140,13 @@ class Scheduler(ABC):
 
     now: seconds; what time it is, on the clock of ``arrival_time``. The caller sets it before each ``schedule``: an
     engine from the machine's monotonic clock, a simulator from its own. It never goes back.
+    uses_priority: True in a class whose ``schedule`` looks at ``Sequence.priority``; for others a server refuses
+    requests that have one.
     """
 
     #: What messages call it, as ``scheduler=NAME of DISTRIBUTION VERSION``; the registry sets it.
     plugin: str = ""
+    uses_priority: bool = False
 
     def __init__(self, options: Any, limits: SchedulerLimits, blocks: Blocks) -> None:
         self.options = options

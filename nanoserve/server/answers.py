@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from nanoserve.async_llm import Stream
 from nanoserve.contracts.errors import RequestError
+from nanoserve.engine import structured
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.server.messages import TokenLogprobs
@@ -36,6 +36,7 @@ from nanoserve.server.protocol import (
     Usage,
     bad_request,
 )
+from nanoserve.server.streams import Stream
 from nanoserve.tokenizer import Tokenizer
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -169,9 +170,12 @@ class Answer(Generic[R]):
             return
         self.finish_reasons.append(reason)
         if reason == "error":
-            if completion.error is not None and completion.error.startswith("structured."):
-                raise bad_request(RequestError(completion.error))  # the form turned out to be too much on the way
-            raise ApiError(500, completion.error or "generation failed", code="generation_failed")
+            field, _, why = (completion.error or "generation failed").partition(": ")
+            if not field.startswith("structured."):
+                raise ApiError(500, completion.error or field, code="generation_failed")
+            if why.startswith(structured.BUG):
+                raise ApiError(500, why, code="generation_failed")
+            raise bad_request(RequestError(f"{field}: {why}"))  # the form turned out to be too much on the way
         if reason == "abort":
             raise ApiError(503, "the request was aborted by the server", code="aborted")
 

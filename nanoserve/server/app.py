@@ -42,6 +42,7 @@ from nanoserve.server.protocol import (
 log = logging.getLogger("nanoserve.server")
 
 CHAT_PATH = "/v1/chat/completions"
+SHUTTING_DOWN = "the server is shutting down"
 RETRY_AFTER = {"retry-after": "1"}  # seconds; a place is free as soon as any request ends
 
 
@@ -73,6 +74,11 @@ class Serving:
             self._tokens = TokenStrings(self.llm.tokenizer)
         return self._tokens
 
+    async def shut_down(self) -> None:
+        """End the engine; whoever waits for it is told why."""
+        self.draining = True
+        await self.llm.close(SHUTTING_DOWN)
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
             message = f"the model {name!r} does not exist; this server has {self.model_name!r}"
@@ -81,7 +87,8 @@ class Serving:
     def admit(self, num_sequences: int) -> None:
         """Raise 429 while the queue is full, 400 for more than it could ever hold, 503 while nobody serves."""
         if self.state != "ready":
-            raise ApiError(503, f"the server is {self.state}", code="not_ready", headers=RETRY_AFTER)
+            message = SHUTTING_DOWN if self.state in ("draining", "closed") else f"the server is {self.state}"
+            raise ApiError(503, message, code="not_ready", headers=RETRY_AFTER)
         limit = self.llm.config.engine.max_num_seqs + self.max_queue
         if num_sequences > limit:
             raise ApiError(400, f"n: the request asks for {num_sequences} sequences; the queue holds {limit}", "n")
@@ -175,8 +182,9 @@ def build_app(
     app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes, request_timeout=request_timeout)
     if cors_origins:  # outside of the guard: browsers ask permission without a key
         app.add_middleware(
-            CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"], max_age=600
-        )
+            CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"], max_age=600,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )  # fmt: skip
 
     async def on_error(request: Request, error: Exception) -> Response:
         api_error = as_api_error(error)
@@ -207,6 +215,7 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
         params = request.sampling_params(serving.defaults)
         given = request.prompts
         serving.admit(len(given) * params.n)
+        request.check_ids(llm.vocab_size)
         async with asyncio.timeout_at(exchange.deadline):
             prompts = [await llm.encode(p) if isinstance(p, str) else p for p in given]
             texts = [_text_of(prompt, serving, params) for prompt in given] if request.echo else []
@@ -216,7 +225,9 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
                 serving.admit(len(prompts) * params.n)
             only_prompts = request.max_tokens == 0
             to_run = [] if only_prompts else prompts
-            stream = llm.generate_many(to_run, [params] * len(to_run), stream=bool(request.stream))
+            stream = llm.generate_many(
+                to_run, [params] * len(to_run), stream=bool(request.stream), priority=request.priority or 0
+            )
             answer = CompletionAnswer(
                 request, params, id=exchange.id, model=serving.model_name, prompts=prompts, stream=stream,
                 tokens=serving.tokens, echo_texts=texts, prompt_logprobs=scores, tokenizer=llm.tokenizer,
@@ -231,10 +242,11 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
         request = await _parse(http, ChatRequest, serving)
         params = request.sampling_params(serving.defaults)
         serving.admit(params.n)
+        request.check_ids(llm.vocab_size)
         async with asyncio.timeout_at(exchange.deadline):
             ids = await _render(serving, request.messages, request.chat_template_kwargs)
             serving.admit(params.n)
-            stream = llm.generate_many([ids], [params], stream=bool(request.stream))
+            stream = llm.generate_many([ids], [params], stream=bool(request.stream), priority=request.priority or 0)
             answer = ChatAnswer(
                 request, params, id=exchange.id, model=serving.model_name, prompts=[ids], stream=stream,
                 tokens=serving.tokens,
@@ -244,9 +256,17 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
 
 async def _parse(http: Request, kind: type[Any], serving: Serving) -> Any:
     """The body as ``kind``; notes in the log who asks, and, if wished, what."""
-    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":  # a form could be sent by any web page, without asking for permission
-        raise ApiError(415, f"Content-Type must be application/json, not {content_type!r}")
+    content_type, *parameters = http.headers.get("content-type", "").lower().split(";")
+    if content_type.strip() != "application/json":  # a form could be sent by any web page, without permission
+        raise ApiError(415, f"Content-Type must be application/json, not {content_type.strip()!r}")
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip() == "charset" and value.strip().strip('"') not in ("utf-8", "utf8"):
+            raise ApiError(415, f"Content-Type: the charset must be utf-8, not {value.strip()}")
+    encodings = ",".join(http.headers.getlist("content-encoding"))
+    if any(encoding.strip().lower() not in ("identity", "") for encoding in encodings.split(",")):
+        message = f"Content-Encoding: {encodings} is not supported; send the body as it is"
+        raise ApiError(415, message, headers={"accept-encoding": "identity"})
     body = await http.body()
     request = protocol.decode(body, kind)
     fields = Exchange.of(http.scope).fields
@@ -337,9 +357,7 @@ def _add_tokenizer(app: FastAPI, serving: Serving) -> None:
         serving.admit(0)
         if llm.tokenizer is None:
             raise ApiError(400, "tokens: this model has no tokenizer", "tokens")
-        for token in request.tokens:
-            if not 0 <= token < llm.vocab_size:
-                raise ApiError(400, f"tokens: {token} is outside the vocabulary 0 … {llm.vocab_size - 1}", "tokens")
+        protocol.check_ids("tokens", request.tokens, llm.vocab_size)
         return Json(protocol.DetokenizeResponse(llm.tokenizer.decode(request.tokens, skip_special_tokens=False)))
 
 
@@ -362,11 +380,13 @@ def _add_operations(app: FastAPI, serving: Serving) -> None:
         serving.check_model(model)
         return Json(card())
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """Live: 200 while the server serves, or will without help from outside."""
         return Json({"status": serving.state}, 503 if llm.state in ("dead", "closed") else 200)
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         """200 while a request would be served."""
@@ -412,7 +432,7 @@ ERRORS = {
     404: "The model does not exist.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is not JSON.",
+    415: "The body is not JSON in UTF-8, or it is compressed.",
     429: "The queue is full; Retry-After says when to come back.",
     500: "Generation failed.",
     503: "The engine is not there.",

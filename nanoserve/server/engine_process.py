@@ -1,6 +1,7 @@
 """The far side: a process that owns an engine, takes commands and says after every step what it brought.
 
-The loop never waits for anybody but the engine: commands are taken in between steps, and news are queued by ZeroMQ.
+The loop never waits for anybody but the engine: commands are taken in between steps, news are queued by ZeroMQ, and
+grammars are compiled by threads.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
@@ -19,7 +22,7 @@ import zmq
 
 from nanoserve.contracts import errors
 from nanoserve.contracts.errors import NanoserveError, RequestError
-from nanoserve.outputs import RequestOutput
+from nanoserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoserve.server.logs import json_logs
 from nanoserve.server.messages import (
     Abort,
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoserve.engine")
 
 STATS_INTERVAL = 0.05  # seconds between news when there is nothing else to say
+COMPILER_THREADS = 4  # a form that takes long to compile delays no other as long as one is idle
 
 
 def run(config: EngineConfig, commands: str, news: str, log_level: int | None) -> None:
@@ -78,6 +82,8 @@ def _run(config: EngineConfig, commands: str, news: str) -> None:
         context.destroy(linger=1000)
         sys.exit(1)
     loop = EngineLoop(engine, inbox, outbox)
+    if engine.grammars is not None:
+        engine.grammars.build()  # it may hold the interpreter lock for longer than a stream should wait
     gc.collect()
     gc.freeze()  # what has been built stays; the collector need not look at it again
     outbox.send(encode(started(engine, tokenizer)))
@@ -85,6 +91,7 @@ def _run(config: EngineConfig, commands: str, news: str) -> None:
         loop.run()
     finally:
         gc.unfreeze()
+        loop.close()
         engine.close()
         context.destroy(linger=0)
 
@@ -106,10 +113,15 @@ class EngineLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._refusals: list[Refusal] = []
+        self._aborted: list[RequestOutput] = []  # before the engine had them
+        self._compilers = ThreadPoolExecutor(COMPILER_THREADS, "grammar")  # starts threads when there is work for them
+        self._compiling: dict[Future[tuple[str, BaseException] | None], list[NewRequest]] = {}
         self._closing = False
         self._told = 0.0
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
+        self._bell, self._ring = os.pipe()  # a byte for every compilation that has ended
+        self._poller.register(self._bell, zmq.POLLIN)
         parent = parent_process()
         self._parent = None if parent is None else parent.sentinel
         if self._parent is not None:
@@ -126,8 +138,14 @@ class EngineLoop:
             if jobs := scorer.take():
                 reports += engine.drain()
                 scores = self._score(jobs)
+            if self._aborted:
+                reports += self._aborted
+                self._aborted = []
             if reports or scores or self._refusals or not engine.has_work or self._is_stale():
                 self._tell(reports, scores)
+
+    def close(self) -> None:
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _is_stale(self) -> bool:
         return time.perf_counter() - self._told > STATS_INTERVAL
@@ -137,6 +155,10 @@ class EngineLoop:
         if self._parent in ready:
             log.error("the server is gone; the engine stops")
             os._exit(1)
+        if self._bell in ready:
+            os.read(self._bell, 4096)
+            for job in [job for job in self._compiling if job.done()]:
+                self._compiled(self._compiling.pop(job), job.result())
         if self._inbox not in ready:
             return
         while not self._closing:
@@ -149,7 +171,7 @@ class EngineLoop:
     def _obey(self, command: Command) -> None:
         match command:
             case Add(requests):
-                self._add(requests)
+                self._admit(requests)
             case Score(request_id):
                 try:
                     self._scorer.add(command)
@@ -159,24 +181,73 @@ class EngineLoop:
                 for request_id in request_ids:
                     self._engine.abort(request_id)
                     self._scorer.abort(request_id)
+                if self._compiling:
+                    self._abort_compiling(request_ids)
             case Close():
                 self._closing = True
 
-    def _add(self, requests: list[NewRequest]) -> None:
-        for request in requests[1:]:  # the first one is checked when it is added
-            try:
-                self._engine.check(request.prompt_token_ids, request.params)
-            except RequestError as error:
-                self._refuse(request.request_id, error)
+    def _admit(self, requests: list[NewRequest]) -> None:
+        """Add the requests, once their grammars are compiled."""
+        if (grammars := self._engine.grammars) is not None:
+            forms = [request.params.structured for request in requests]
+            if any(form is not None and grammars.find(form) is None for form in forms):
+                job = self._compilers.submit(self._compile, requests)
+                self._compiling[job] = requests
+                job.add_done_callback(lambda _: os.write(self._ring, b"."))
                 return
-        for request in requests:
-            try:
-                self._engine.add_request(
-                    request.request_id, request.prompt_token_ids, request.params, stream=request.stream
+        self._add(requests)
+
+    def _compile(self, requests: list[NewRequest]) -> tuple[str, BaseException] | None:
+        """On another thread: put the grammars where the engine finds them. The first request that has none, and why."""
+        assert self._engine.grammars is not None
+        for request in list(requests):
+            if request.params.structured is not None:
+                try:
+                    self._engine.grammars.compile(request.params.structured)
+                except BaseException as error:  # a panic of a library in Rust is no Exception
+                    return request.request_id, error
+        return None
+
+    def _compiled(self, requests: list[NewRequest], refused: tuple[str, BaseException] | None) -> None:
+        if refused is None:
+            self._add(requests)
+        else:
+            self._refuse(*refused)
+
+    def _abort_compiling(self, request_ids: Iterable[str]) -> None:
+        wanted = set(request_ids)
+        for requests in self._compiling.values():
+            for request in [request for request in requests if request.request_id in wanted]:
+                requests.remove(request)
+                ends = [CompletionOutput(index, finish_reason="abort") for index in range(request.params.n)]
+                now = RequestMetrics(time.perf_counter())
+                self._aborted.append(
+                    RequestOutput(request.request_id, None, request.prompt_token_ids, ends, True, 0, now)
                 )
-            except RequestError as error:
-                self._refuse(request.request_id, error)
-                return
+
+    def _add(self, requests: list[NewRequest]) -> None:
+        """Add all of them, or refuse one and keep none."""
+        engine = self._engine
+        added: list[str] = []
+        request = None
+        try:
+            for request in requests:
+                if request.priority and not engine.scheduler.uses_priority:
+                    name = engine.scheduler.plugin or type(engine.scheduler).__name__
+                    raise RequestError(f"priority: {name} does not use it; leave it out, or serve with one that does")
+                if request is not requests[0]:  # which is checked when it is added
+                    engine.check(request.prompt_token_ids, request.params)
+            for request in requests:
+                engine.add_request(
+                    request.request_id, request.prompt_token_ids, request.params,
+                    stream=request.stream, priority=request.priority,
+                )  # fmt: skip
+                added.append(request.request_id)
+        except Exception as error:  # a refusal, or a plugin's bug
+            assert request is not None
+            for request_id in added:
+                engine.abort(request_id)
+            self._refuse(request.request_id, error)
 
     def _score(self, jobs: list[Score]) -> list[Scores]:
         try:
@@ -187,7 +258,9 @@ class EngineLoop:
                 self._refuse(job.request_id, error)
             return []
 
-    def _refuse(self, request_id: str, error: Exception) -> None:
+    def _refuse(self, request_id: str, error: BaseException) -> None:
+        if not isinstance(error, RequestError):
+            log.error("a request was not accepted: %s", error, exc_info=error)
         kind = type(error).__name__ if isinstance(error, NanoserveError) else NanoserveError.__name__
         message = str(error) if isinstance(error, NanoserveError) else f"{type(error).__name__}: {error}"
         self._refusals.append(Refusal(request_id, kind, message))
@@ -197,8 +270,9 @@ class EngineLoop:
         stats = engine.stats()
         running = blocks.num_holding
         unfinished = sum(request.unfinished for request in engine.requests.values())
+        compiling = sum([request.params.n for requests in self._compiling.values() for request in requests])
         refusals, self._refusals = self._refusals, []
-        waiting = max(0, unfinished - running)
+        waiting = max(0, unfinished - running) + compiling
         self._told = now = time.perf_counter()
         step = Step([report(o) for o in reports], refusals, scores, stats, running, waiting, now)
         self._outbox.send(encode(step))

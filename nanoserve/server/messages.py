@@ -20,12 +20,13 @@ TokenLogprobs = dict[int, float]
 
 
 class NewRequest(Struct, array_like=True, gc=False):
-    """stream: report every step, not only the end."""
+    """stream: report every step, not only the end. priority: lower is more urgent, 0 the usual."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     stream: bool
+    priority: int
 
 
 class Add(Struct, array_like=True, tag=True, gc=False):

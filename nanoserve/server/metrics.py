@@ -1,7 +1,9 @@
 """The server's figures: counters over the life of the server, gauges of the last step, latencies as histograms.
 
 Names and meanings are those of vLLM's public metrics, so that dashboards made for it work; every one that is here
-means the same. Latencies are measured from the arrival of the request at the server.
+means the same. So, as there, a request with ``n`` choices counts as ``n`` requests with one prompt each: every choice
+has its own time to first token, gaps, end, prompt and look-up in the prefix cache. When the first step of a request
+began is known for all of its choices together. Latencies are measured from the arrival at the server.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.metrics import percentile
 from nanoserve.outputs import EngineStats
 from nanoserve.server.messages import Report, Step
+from nanoserve.server.streams import Choice, RequestInFlight
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-    from nanoserve.async_llm import _Request
     from nanoserve.contracts.observer import EngineInfo
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
@@ -48,18 +50,21 @@ class ServingMetrics:
     """Fed by AsyncLLM with every step and report; one per AsyncLLM, no global registry."""
 
     def __init__(self) -> None:
-        self.running = self.waiting = 0
+        self.running = self.waiting = self.prompt_tokens = 0
         self._stats = self._before = NO_STATS  # of this engine process; sums over those that have ended
         self.finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         seconds = {
             "ttft": ("time_to_first_token_seconds", "Arrival to first token."),
-            "itl": ("inter_token_latency_seconds", "Step to step, per output token after the first."),
-            "tpot": ("request_time_per_output_token_seconds", "Mean inter-token latency, per request."),
-            "e2e": ("e2e_request_latency_seconds", "Arrival to end."),
+            "itl": ("inter_token_latency_seconds", "Token to token, for every output token after the first."),
+            "tpot": (
+                "request_time_per_output_token_seconds",
+                "Mean inter-token latency of a request; 0 for one token.",
+            ),
+            "e2e": ("e2e_request_latency_seconds", "Arrival to last token."),
             "queue": ("request_queue_time_seconds", "Arrival to the first step that worked on it."),
             "prefill": ("request_prefill_time_seconds", "First step to first token."),
-            "decode": ("request_decode_time_seconds", "First token to end."),
-            "inference": ("request_inference_time_seconds", "First step to end."),
+            "decode": ("request_decode_time_seconds", "First token to last token."),
+            "inference": ("request_inference_time_seconds", "First step to last token."),
         }
         self.histograms = {key: Histogram(name, help, SECONDS) for key, (name, help) in seconds.items()}
         self.histograms["prompt"] = Histogram("request_prompt_tokens", "Prompt tokens per request.", TOKENS)
@@ -79,45 +84,72 @@ class ServingMetrics:
             while step.time - self._marks[0][0] > WINDOW:
                 self._marks.popleft()
 
-    def report(self, request: _Request, report: Report, now: float) -> None:
+    def report(self, request: RequestInFlight, report: Report, now: float) -> None:
         """``now``: the time of the step. A request that is not streamed reports once, at its end."""
         first_token = report.times.first_token
         if first_token is not None:
-            last = request.last_time
-            num_tokens = sum([len(completion.token_ids) for completion in report.completions])
-            request.num_output_tokens += num_tokens
-            if last is None:
+            if any(choice.first_time is not None for choice in request.choices):
+                self._step_of(request, report, now, first=now)
+            else:
                 ttft = first_token - request.metrics.arrival_time
-                self.histograms["ttft"].observe(ttft)
                 self._recent_ttft.append((now, ttft))
-                if num_tokens > len(report.completions):  # the whole result at once
-                    self.histograms["itl"].observe((now - first_token) / (num_tokens - 1), num_tokens - 1)
-            elif num_tokens:
-                self.histograms["itl"].observe(now - last, num_tokens)
-            request.last_time = now
-        if report.finished:
-            self._ended(request, report)
+                whole = report.finished and max([len(c.token_ids) for c in report.completions]) > 1
+                (self._whole if whole else self._step_of)(request, report, now, first=first_token)
+        for completion in report.completions:
+            if completion.finish_reason is not None:
+                self._ended(request, request.choices[completion.index], completion.finish_reason, report)
 
-    def _ended(self, request: _Request, report: Report) -> None:
-        reasons = {completion.finish_reason for completion in report.completions} - {None}
-        reason = next((r for r in ("error", "abort", "length", "stop") if r in reasons), "stop")
+    def _step_of(self, request: RequestInFlight, report: Report, now: float, first: float) -> None:
+        """What a step brought of choices that stream. first: the time of the first token of those that begin."""
+        for completion in report.completions:
+            if not (num_tokens := len(completion.token_ids)):
+                continue
+            choice = request.choices[completion.index]
+            choice.num_tokens += num_tokens
+            if choice.first_time is None:
+                self._begun(request, choice, first)
+                num_tokens -= 1
+            if num_tokens:
+                self.histograms["itl"].observe((now - choice.last_time) / num_tokens, num_tokens)
+                choice.last_time = now
+
+    def _whole(self, request: RequestInFlight, report: Report, now: float, first: float) -> None:
+        """All of a request at once: its choices are taken to have begun together, and to have advanced evenly."""
+        assert report.times.finished is not None
+        longest = max([len(completion.token_ids) for completion in report.completions])
+        gap = (report.times.finished - first) / (longest - 1)
+        for completion in report.completions:
+            choice, num_tokens = request.choices[completion.index], len(completion.token_ids)
+            if num_tokens:
+                choice.num_tokens = num_tokens
+                self._begun(request, choice, first)
+                choice.last_time = first + gap * (num_tokens - 1)
+                self.histograms["itl"].observe(gap, num_tokens - 1)
+
+    def _begun(self, request: RequestInFlight, choice: Choice, now: float) -> None:
+        choice.first_time = choice.last_time = now
+        self.prompt_tokens += len(request.prompt_token_ids)
+        self.histograms["ttft"].observe(now - request.metrics.arrival_time)
+
+    def _ended(self, request: RequestInFlight, choice: Choice, reason: str, report: Report) -> None:
+        choice.ended = True
         self.finished[reason] += 1
-        times, arrival, histograms = report.times, request.metrics.arrival_time, self.histograms
-        if times.first_scheduled is None or times.first_token is None or times.finished is None:
+        scheduled, first, last = report.times.first_scheduled, choice.first_time, choice.last_time
+        if scheduled is None or first is None:
             return
-        histograms["e2e"].observe(times.finished - arrival)
-        histograms["queue"].observe(times.first_scheduled - arrival)
-        histograms["prefill"].observe(times.first_token - times.first_scheduled)
-        histograms["decode"].observe(times.finished - times.first_token)
-        histograms["inference"].observe(times.finished - times.first_scheduled)
+        arrival, histograms = request.metrics.arrival_time, self.histograms
+        histograms["e2e"].observe(last - arrival)
+        histograms["queue"].observe(scheduled - arrival)
+        histograms["prefill"].observe(first - scheduled)
+        histograms["decode"].observe(last - first)
+        histograms["inference"].observe(last - scheduled)
         histograms["prompt"].observe(len(request.prompt_token_ids))
-        histograms["output"].observe(request.num_output_tokens)
-        if request.num_output_tokens > 1:
-            histograms["tpot"].observe((times.finished - times.first_token) / (request.num_output_tokens - 1))
+        histograms["output"].observe(choice.num_tokens)
+        histograms["tpot"].observe((last - first) / max(1, choice.num_tokens - 1))
 
-    def failed(self, request: _Request) -> None:
+    def failed(self, request: RequestInFlight) -> None:
         """The request ended with its engine."""
-        self.finished["error"] += 1
+        self.finished["error"] += sum([not choice.ended for choice in request.choices])
 
     def engine_ended(self) -> None:
         """The counters of the next engine process begin at 0; ours go on."""
@@ -182,7 +214,7 @@ class PrometheusCollector:
             gauge.add_metric(values, value)
             yield gauge
         counters = {
-            "prompt_tokens": ("Prompt tokens, each admitted prompt once.", stats.prompt_tokens),
+            "prompt_tokens": ("Prompt tokens of requests that have a first token.", metrics.prompt_tokens),
             "generation_tokens": ("Tokens generated.", stats.generation_tokens),
             "num_preemptions": ("Preemptions.", stats.preemptions),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_queries),

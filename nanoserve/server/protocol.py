@@ -1,14 +1,19 @@
 """What clients send and get: the request and response bodies of the OpenAI API as msgspec structs.
 
-Parsing is strict: wrong types, unknown fields and malformed JSON are refused by name with status 400, and a field of
-OpenAI's that the server lacks is refused too unless it asks for nothing (null, or its neutral value). So nothing is
-accepted and ignored. ``user`` and ``safety_identifier`` name the caller; they go into the log line of the request.
+Parsing is strict: wrong types, unknown fields, keys given twice and malformed JSON are refused by name with status 400,
+and a field of OpenAI's that the server lacks is refused too unless it asks for nothing (null, or its neutral value). So
+nothing is accepted and ignored. ``user`` and ``safety_identifier`` name the caller; they go into the log line of the
+request.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -85,6 +90,7 @@ def _limits(**schema: Any) -> Meta:
     return Meta(extra_json_schema=schema)
 
 
+MAX_KEY = 40  # characters of a key in a message
 WORD = Meta(le=2**63 - 1)  # the largest integer on the way to the engine; of what is too small SamplingParams speaks
 
 _REFUSED = Meta(description="not supported: null or left out", extra_json_schema={"type": "null"})
@@ -138,6 +144,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     min_tokens: Annotated[int, WORD, _limits(minimum=0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     response_format: ResponseFormat | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -163,8 +170,14 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream=true", "stream_options")
         for key in self.logit_bias or ():
-            if len(key) > MAX_ID_DIGITS:
-                raise ApiError(400, f"logit_bias: a token id must be an integer >= 0, not {key[:20]}…", "logit_bias")
+            if not re.fullmatch(rf"0|[1-9][0-9]{{0,{MAX_ID_DIGITS - 1}}}", key, re.ASCII):
+                where = _at("logit_bias", key)
+                raise ApiError(400, f"{where}: the key must be a token id, an integer >= 0", where)
+        for name, values in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+            for i, value in enumerate(values if isinstance(values, list) else ()):
+                if value == "" or (type(value) is int and value < 0):
+                    rule = "must not be empty" if value == "" else f"must be an integer >= 0, not {value}"
+                    raise ApiError(400, f"{name}[{i}] {rule}", f"{name}[{i}]")
         given = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         name, limit = self.max_output_tokens()
         if limit is not None:
@@ -177,6 +190,14 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         if structured is not None:
             given["structured"] = structured
         return dataclasses.replace(defaults, **given)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise ApiError that names a token id which the model does not have."""
+        check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
+        for key in self.logit_bias or ():
+            if int(key) >= vocab_size:
+                where = _at("logit_bias", key)
+                raise ApiError(400, f"{where}: outside the vocabulary 0 … {vocab_size - 1}", where)
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -213,8 +234,14 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             raise ApiError(400, "prompt must not be an empty list", "prompt")
         for i, one in enumerate(prompt):
             if not isinstance(one, str) and not (isinstance(one, list) and all(type(t) is int for t in one)):
-                raise ApiError(400, f"prompt[{i}] must be a string or a list of token ids", "prompt")
+                raise ApiError(400, f"prompt[{i}] must be a string or a list of token ids", f"prompt[{i}]")
         return prompt
+
+    def check_ids(self, vocab_size: int) -> None:
+        GenerationRequest.check_ids(self, vocab_size)
+        for i, prompt in enumerate(self.prompts):
+            if isinstance(prompt, list):
+                check_ids("prompt" if prompt is self.prompt else f"prompt[{i}]", prompt, vocab_size)
 
     def max_output_tokens(self) -> tuple[str, int | None]:
         only_score = self.max_tokens == 0 and bool(self.echo)
@@ -343,13 +370,23 @@ def structured_output(request: GenerationRequest) -> StructuredOutput | None:
         raise bad_request(error) from None
 
 
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ApiError that names the first of ``ids`` outside of the vocabulary, as ``name[i]``."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        i = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        raise ApiError(400, f"{name}[{i}]: {ids[i]} is outside the vocabulary 0 … {vocab_size - 1}", f"{name}[{i}]")
+
+
 def decode(body: bytes, kind: type[Any]) -> Any:
     """A request from its body. Raises ApiError 400 that names the field."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        request = msgspec.json.decode(body, type=kind)
+        _refuse_twins(body)
+        return request
     except msgspec.ValidationError as error:
         text, _, where = str(error).partition(" - at `$")
         path = where.rstrip("`").lstrip(".")
+        path = _wrong_bias(body) if path == "logit_bias[...]" else path.partition("[...]")[0]
         if unknown := re.match(r"Object contains unknown field `(.*)`", text):
             name = unknown[1]
             known = [] if path else kind.__struct_fields__
@@ -360,20 +397,70 @@ def decode(body: bytes, kind: type[Any]) -> Any:
             path = f"{path}.{missing[1]}" if path else missing[1]
             raise ApiError(400, f"{path} is required", path) from None
         raise ApiError(400, f"{path or 'the body'}: {text[:1].lower()}{text[1:]}", path or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json") from None
 
 
+def _at(path: str, key: str | int) -> str:
+    """The path of a value inside of another, as it would be written in code."""
+    if isinstance(key, int):
+        return f"{path}[{key}]"
+    if key.isidentifier() and len(key) <= MAX_KEY:
+        return f"{path}.{key}" if path else key
+    return f"{path}[{json.dumps(key if len(key) <= MAX_KEY else key[:MAX_KEY] + '…', ensure_ascii=False)}]"
+
+
+def _refuse_twins(body: bytes) -> None:
+    """Raise ApiError for a key that an object of a JSON text has twice: one of its values would be ignored."""
+    objects: list[tuple[dict[str, Any], str]] = []  # with twins, and the first of these; what is outside comes last
+
+    def make(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(items)
+        if len(made) < len(items):
+            counts = Counter(key for key, _ in items)
+            objects.append((made, next(key for key in counts if counts[key] > 1)))
+        return made
+
+    def path_to(target: dict[str, Any], value: Any, path: str) -> str | None:
+        if value is target:
+            return path
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        paths = (path_to(target, child, _at(path, key)) for key, child in inside)
+        return next((found for found in paths if found is not None), None)
+
+    document = json.loads(body, object_pairs_hook=make)
+    if objects:
+        made, key = objects[-1]
+        where = _at(path_to(made, document, "") or "", key)
+        raise ApiError(400, f"{where} is given twice; give it once", where)
+
+
+def _wrong_bias(body: bytes) -> str:
+    """The path of the first ``logit_bias`` that is no number: msgspec does not say which."""
+    try:
+        biases = json.loads(body, parse_int=float)["logit_bias"].items()
+        return _at("logit_bias", next(k for k, v in biases if type(v) is not float or not math.isfinite(v)))
+    except (ValueError, RecursionError, AttributeError, StopIteration):  # what comes after it is no JSON, or a twin
+        return "logit_bias"
+
+
 def bad_request(error: RequestError) -> ApiError:
-    """An engine's refusal as a response; ``param`` is the field that the message begins with."""
+    """An engine's refusal as a response; ``param`` is the field that the message begins with, as the user wrote it."""
     message = str(error)
+    if one := re.match(r"prompt (\d+): ", message):  # of several, which share everything but the prompt
+        message = message[one.end() :]
     if structured := re.match(r"structured\.(\w+)", message):
         field = STRUCTURED_FIELDS[structured[1]]
         return ApiError(400, field + message[structured.end() :], field)
-    first = re.match(r"(?:the )?(\w+)", message)
+    message = re.sub(r"^logit_bias\[(\d+)\]", r'logit_bias["\1"]', message)
+    first = re.match(r"(?:the )?((\w+)(?:\[[^\]]*\]|\.\w+)*)", message)
     known = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
-    return ApiError(400, message, first[1] if first is not None and first[1] in known else None)
+    param = first[1] if first is not None and first[2] in known else None
+    if one and param == "prompt":
+        param = f"prompt[{one[1]}]"
+        message = f"{param}: {message}"
+    return ApiError(400, message, param)
 
 
 # --- responses -----------------------------------------------------------------------------------------------------

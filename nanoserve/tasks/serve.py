@@ -129,7 +129,7 @@ async def serve(job: Job, sock: socket.socket) -> dict[str, Any]:
                 loop.call_soon_threadsafe(loop.call_later, options.drain_timeout, end_of_drain)
 
     def end_of_drain() -> None:
-        loop.create_task(llm.close())  # requests in flight fail, and with them their connections end
+        loop.create_task(serving.shut_down())  # requests in flight fail, and with them their connections end
 
     server = Server(config)
     serving_task = asyncio.create_task(server.serve(sockets=[sock]))
@@ -154,5 +154,5 @@ async def serve(job: Job, sock: socket.socket) -> dict[str, Any]:
     finally:
         gc.unfreeze()
         starting.cancel()
-        await llm.close()
-    return {"requests": sum(llm.metrics.finished.values())}
+        await serving.shut_down()
+    return {"requests": llm.stats().requests_finished}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.contracts.grammar import GrammarCompiler, GrammarContext, Matcher, StructuredOutput
+from nanoserve.contracts.grammar import FIELDS, GrammarCompiler, GrammarContext, Matcher, StructuredOutput
 from nanoserve.testing.plugins import discover
 from nanoserve.tokenizer import Tokenizer
 
@@ -78,6 +78,8 @@ class GrammarSuite:
     grammar: str
     plugins: tuple[Any, ...] = ()
     options: dict[str, Any] = {}
+    #: The forms that it knows, fields of StructuredOutput. ``choice`` is among them; it must refuse the others.
+    forms: tuple[str, ...] = FIELDS
     #: Forms that must be refused, beyond those below: grammars in a notation of your own.
     refused: tuple[StructuredOutput, ...] = ()
 
@@ -115,8 +117,13 @@ class GrammarSuite:
             assert len(ids) < LONGEST_WALK
         return tokenizer().decode(ids, skip_special_tokens=False)
 
+    def needs(self, form: str) -> None:
+        if form not in self.forms:
+            pytest.skip(f"it does not know {form}")
+
     @pytest.mark.parametrize("seed", range(NUM_WALKS))
     def test_every_walk_through_a_schema_is_an_instance(self, seed: int) -> None:
+        self.needs("json_schema")
         import jsonschema
 
         rng = random.Random(seed)
@@ -129,6 +136,7 @@ class GrammarSuite:
 
     @pytest.mark.parametrize("seed", range(NUM_WALKS))
     def test_every_walk_through_a_regex_matches_all_of_it(self, seed: int) -> None:
+        self.needs("regex")
         rng = random.Random(seed)
         compiler = self.build()
         for _ in range(6):
@@ -143,7 +151,7 @@ class GrammarSuite:
         assert texts == set(choices)
 
     def test_no_token_but_those_of_the_mask_is_accepted(self) -> None:
-        start = self.build().compile(StructuredOutput(regex="[ab]{2,3}"))
+        start = self.build().compile(StructuredOutput(choice=["aa", "ab", "ba", "bab"]))
         allowed = self.allowed(start())
         rng = random.Random(0)
         for token in rng.sample(range(self.vocab_size), 100):
@@ -154,7 +162,7 @@ class GrammarSuite:
                     start().accept(token)
 
     def test_the_end_is_allowed_exactly_where_the_output_may_end(self) -> None:
-        matcher = self.build().compile(StructuredOutput(regex="ab?c?"))()
+        matcher = self.build().compile(StructuredOutput(choice=["a", "ab", "ac", "abc"]))()
         eos, (a, b) = tokenizer().eos_token_id, tokenizer().encode("a") + tokenizer().encode("b")
         assert eos not in self.allowed(matcher)
         matcher.accept(a)
@@ -163,7 +171,7 @@ class GrammarSuite:
         assert matcher.is_terminated
 
     def test_matchers_are_independent(self) -> None:
-        start = self.build().compile(StructuredOutput(regex="[a-z]{8}"))
+        start = self.build().compile(StructuredOutput(choice=["independent", "individual", "pair", "pairs"]))
         first = self.allowed(start())
         one, other = start(), start()
         self.walk(random.Random(1), one)
@@ -188,6 +196,18 @@ class GrammarSuite:
             self.build().compile(StructuredOutput(**form))
         assert str(caught.value).strip()
 
+    @pytest.mark.parametrize(
+        "form",
+        [{"json_schema": {"type": "null"}}, {"json_object": True}, {"regex": "a"}, {"grammar": 'start: "a"'}],
+        ids=str,
+    )
+    def test_a_form_that_it_does_not_know_is_refused(self, form: dict[str, Any]) -> None:
+        if next(iter(form)) in self.forms:
+            pytest.skip("it knows it")
+        with pytest.raises(ValueError) as caught:
+            self.build().compile(StructuredOutput(**form))
+        assert str(caught.value).strip()
+
     def test_other_wrong_forms_are_refused(self) -> None:
         for form in self.refused:
             with pytest.raises(ValueError):
@@ -197,7 +217,7 @@ class GrammarSuite:
         compiler = self.build()
 
         def run(i: int) -> bool:
-            start: Callable[[], Matcher] = compiler.compile(StructuredOutput(regex=f"[a-z]{{{i}}}-{i}"))
+            start: Callable[[], Matcher] = compiler.compile(StructuredOutput(choice=[f"{'a' * i}-{i}", f"b-{i}"]))
             return self.walk(random.Random(i), start()).endswith(f"-{i}")
 
         with ThreadPoolExecutor(4) as pool:

@@ -45,7 +45,8 @@ class Soak:
         self.answers: dict[str, Counter[str]] = defaultdict(Counter)  # by kind of request
         self.faults: list[str] = []
         self.memory: list[tuple[float, int, int]] = []  # (time, server's KiB, engine's KiB)
-        self.answered = self.left = self.count = 0
+        self.answered = self.left = 0  # choices: of these the server's metrics speak
+        self.count = 0
 
     async def run(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -117,14 +118,15 @@ class Soak:
 
     async def leave(self) -> None:
         """Go away at some moment: before the answer, or in the middle of it."""
-        reader, writer = await self.ask(json.dumps(self.body(stream=self.random.random() < 0.7, max_tokens=200)))
+        body = self.body(stream=self.random.random() < 0.7, max_tokens=200)
+        reader, writer = await self.ask(json.dumps(body))
         try:
             async with asyncio.timeout(self.random.choice([0, 0.05, 0.5])):
                 await reader.read(self.random.choice([1, 400, 3000]))
         except TimeoutError:
             pass
         writer.close()
-        self.left += 1
+        self.left += body.get("n", 1)
         self.answers["leave"]["left"] += 1
 
     async def malformed(self) -> None:
@@ -174,7 +176,7 @@ class Soak:
         status, text = await self.answer(json.dumps(body))
         self.answers[kind][str(status)] += 1
         if status == 200:
-            self.answered += 1
+            self.answered += body.get("n", 1)
             return text
         if status == 429:
             await asyncio.sleep(self.random.uniform(0.2, 1))
@@ -208,7 +210,7 @@ class Soak:
         if ended["error"]:
             wrong.append(f"{ended['error']} requests ended with an error")
         if not self.answered <= sum(ended.values()) <= self.answered + self.left:
-            wrong.append(f"the server counts {ended}, for {self.answered} answers and {self.left} that left")
+            wrong.append(f"the server counts {ended}, for {self.answered} choices answered and {self.left} left")
         for name, column in (("server", 1), ("engine", 2)):
             sizes = [sample[column] for sample in self.memory]
             fifth = len(sizes) // 5

@@ -205,21 +205,30 @@ class NoOptions:
 
 
 class Counting(Matcher):
-    """Allows everything; fails at the third token, when told so."""
+    """Allows everything; fails or crashes at the third token, when told so."""
 
     def __init__(self, log: Counter, fail: str | None) -> None:
         self.log, self.fail, self.count = log, fail, 0
 
     def fill_bitmask(self, row: torch.Tensor) -> None:
         self.log["filled"] += 1
+        self._crash("fill_bitmask")
         row.fill_(0 if self.fail == "mask" and self.count == 2 else -1)
 
     def accept(self, token_id: int) -> None:
+        self._crash("accept")
         self.count += 1
         if self.fail == "accept" and self.count == 3:
             raise ValueError("lost the thread")
 
-    is_terminated = False
+    @property
+    def is_terminated(self) -> bool:
+        self._crash("is_terminated")
+        return False
+
+    def _crash(self, where: str) -> None:
+        if self.fail == f"{where} crashes" and self.count == 2:
+            raise TypeError("oops")
 
 
 def counting_plugin(log: Counter, fail: str | None = None) -> SimpleNamespace:
@@ -266,7 +275,14 @@ def test_the_library_is_not_imported_until_it_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("fail", "message"), [("accept", "structured.regex: lost the thread"), ("mask", "the grammar")]
+    ("fail", "message"),
+    [
+        ("accept", "structured.regex: lost the thread"),
+        ("mask", "the grammar"),
+        ("fill_bitmask crashes", "the plugin grammar=counting of (inline) 1 failed in fill_bitmask: TypeError: oops"),
+        ("accept crashes", "the plugin grammar=counting of (inline) 1 failed in accept: TypeError: oops"),
+        ("is_terminated crashes", "the plugin grammar=counting of (inline) 1 failed in is_terminated: TypeError: oops"),
+    ],
 )
 def test_a_failing_matcher_ends_its_own_request(fail, message):
     with counting(Counter(), fail) as llm:
@@ -332,7 +348,7 @@ def test_compiled_forms_are_remembered_up_to_a_limit():
         ({"json_schema": "{"}, "json_schema is not JSON"),
         ({"json_schema": "[]"}, "json_schema must be a mapping"),
         ({"json_schema": {"const": float("nan")}}, "json_schema is not JSON"),
-        ({"json_schema": {"const": object()}}, "json_schema is not JSON"),
+        ({"json_schema": {"const": {1}}}, "json_schema is not JSON"),
     ],
     ids=str,
 )

@@ -245,16 +245,17 @@ def test_offsets_of_what_is_echoed(server: Server) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
     "empty prompt": ({"prompt": ""}, "prompt"),
-    "one empty prompt of two": ({"prompt": ["a", ""]}, "prompt"),
+    "one empty prompt of two": ({"prompt": ["a", ""]}, "prompt[1]"),
     "no prompts": ({"prompt": []}, "prompt"),
     "null prompt": ({"prompt": None}, "prompt"),
-    "mixed prompts": ({"prompt": ["a", 1]}, "prompt"),
-    "token 4096 of 4096": ({"prompt": [1, 4096]}, "prompt"),
-    "token -1": ({"prompt": [-1]}, "prompt"),
-    "token 2^40": ({"prompt": [2**40]}, "prompt"),
-    "token 2^70": ({"prompt": [2**70]}, "prompt"),
+    "mixed prompts": ({"prompt": ["a", 1]}, "prompt[1]"),
+    "token 4096 of 4096": ({"prompt": [1, 4096]}, "prompt[1]"),
+    "token -1": ({"prompt": [[1], [1, -1]]}, "prompt[1][1]"),
+    "token 2^40": ({"prompt": [2**40]}, "prompt[0]"),
+    "token 2^70": ({"prompt": [2**70]}, "prompt[0]"),
     "too long": ({"prompt": [5] * 256}, "prompt"),
     "far too long": ({"prompt": [5] * 5000}, "prompt"),
+    "second too long": ({"prompt": [[5], [5] * 256]}, "prompt[1]"),
     "temperature -1": ({"temperature": -1}, "temperature"),
     "temperature hot": ({"temperature": "hot"}, "temperature"),
     "top_p 0": ({"top_p": 0}, "top_p"),
@@ -271,13 +272,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
     "min_tokens 10^30": ({"max_tokens": None, "min_tokens": 10**30}, "min_tokens"),
     "top_k 2^64": ({"top_k": 2**64}, "top_k"),
     "seed 2^64": ({"seed": 2**64}, "seed"),
-    "stop empty": ({"stop": ["a", ""]}, "stop"),
-    "stop id": ({"stop_token_ids": [4096]}, "stop_token_ids"),
-    "bias id": ({"logit_bias": {"4096": 1}}, "logit_bias"),
+    "stop empty": ({"stop": ["a", ""]}, "stop[1]"),
+    "stop no text": ({"stop": ["a", 1]}, "stop[1]"),
+    "stop id": ({"stop_token_ids": [5, 4096]}, "stop_token_ids[1]"),
+    "stop id -1": ({"stop_token_ids": [5, -1]}, "stop_token_ids[1]"),
+    "bias id": ({"logit_bias": {"4096": 1}}, 'logit_bias["4096"]'),
+    "bias no number": ({"logit_bias": {"123": 1, "124": "x"}}, 'logit_bias["124"]'),
+    "bias 10^10": ({"logit_bias": {"123": 10**10}}, 'logit_bias["123"]'),
+    "bias id in two ways": ({"logit_bias": {"5": 1, "05": 2}}, 'logit_bias["05"]'),
     "stop id 10^30": ({"stop_token_ids": [10**30]}, "stop_token_ids[0]"),
-    "bias id 10^30": ({"logit_bias": {str(10**30): 1}}, "logit_bias"),
-    "bias id of 5000 digits": ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
-    "bias no id": ({"logit_bias": {"x": 1}}, "logit_bias"),
+    "bias id 10^30": ({"logit_bias": {str(10**30): 1}}, f'logit_bias["{10**30}"]'),
+    "bias id of 5000 digits": ({"logit_bias": {"1" * 5000: 1}}, f'logit_bias["{"1" * 40}…"]'),
+    "bias no id": ({"logit_bias": {"x y": 1}}, 'logit_bias["x y"]'),
+    "priority": ({"priority": 1}, "priority"),
+    "priority 2^63": ({"priority": 2**63}, "priority"),
     "unknown field": ({"top_q": 1}, "top_q"),
     "suffix": ({"suffix": "end"}, "suffix"),
     "best_of": ({"best_of": 2}, "best_of"),
@@ -302,9 +310,10 @@ def test_a_malformed_completion_is_refused_by_name(server: Server, name: str, st
     ("body", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "alien", "content": "hi"}]}, "messages"),
+        ({"messages": [{"role": "alien", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"priority": -1}, "priority"),
         ({"messages": [{"role": "user", "content": "hi", "mood": "good"}]}, "messages[0].mood"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
         ({"tools": [{}]}, "tools"),
@@ -337,6 +346,43 @@ def test_a_form_that_is_too_much_is_the_requests_fault(server: Server) -> None:
     """Some limits of a grammar show only on the way; 400 and the request's own field, not 500."""
     pytest.importorskip("llguidance")
     assert status(server, prompt=PROMPT, guided_regex="a{1000000000}") == (400, "guided_regex")
+    assert status(server, prompt=[PROMPT, PROMPT], guided_regex="(") == (400, "guided_regex")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"prompt": "a", "seed": 1, "seed": 2}', "seed"),
+        ('{"prompt": "a", "logit_bias": {"5": 1, "6": 1, "5": 1}}', 'logit_bias["5"]'),
+        ('{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": '
+         '{"anyOf": [{}, {"type": "string", "type": "string"}]}}}}',
+         "response_format.json_schema.schema.anyOf[1].type"),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_given_twice(server: Server, body: str, param: str) -> None:
+    """Whichever value counted, the other would be ignored."""
+    response = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param and error["message"].startswith(f"{param} is given")
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"content-type": "application/json; charset=latin-1"}, 415),
+        ({"content-type": 'Application/JSON; charset="UTF-8"'}, 200),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, 415),
+        ({"content-type": "application/json", "content-encoding": "identity"}, 200),
+        ({"content-type": "text/plain"}, 415),
+    ],
+)
+def test_a_body_in_another_encoding_is_refused_by_name(server: Server, headers: dict[str, str], code: int) -> None:
+    response = server.http.post("/v1/completions", content='{"prompt": "a", "max_tokens": 1}', headers=headers)
+    assert response.status_code == code
+    if code == 415:
+        name, value = list(headers.items())[-1]
+        message = response.json()["error"]["message"]
+        assert message.lower().startswith(name) and value.rpartition("=")[2] in message
 
 
 def test_other_refusals_have_the_same_shape(server: Server) -> None:
@@ -354,7 +400,9 @@ def test_other_refusals_have_the_same_shape(server: Server) -> None:
 
 def test_fields_that_ask_for_nothing_are_no_fault(server: Server) -> None:
     """Null, or OpenAI's neutral value, of what is not supported."""
-    server.complete(prompt=PROMPT, max_tokens=1, suffix=None, best_of=1, store=False, metadata={}, logit_bias=None)
+    server.complete(
+        prompt=PROMPT, max_tokens=1, suffix=None, best_of=1, store=False, metadata={}, logit_bias=None, priority=0
+    )
     server.chat(
         "hi", max_tokens=1, tools=None, tool_choice="none", response_format={"type": "text"}, modalities=["text"]
     )
@@ -415,6 +463,27 @@ def test_metrics_count_what_was_delivered(server: Server) -> None:
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0
     assert all(value >= 0 for name, value in grown.items() if not name.endswith(("running", "waiting", "perc")))
+
+
+def test_each_choice_is_a_request_of_the_metrics(server: Server) -> None:
+    """As in vLLM: prompt and look-up, first token, gaps and end of every choice count, streamed or not."""
+    for ask in (server.complete, lambda **body: server.events("/v1/completions", **body)):
+        before = samples(server)
+        ask(prompt=list(range(2000, 2040)), n=3, max_tokens=5, ignore_eos=True, seed=1)
+        server.wait_idle()
+        grown = {name: value - before[name] for name, value in samples(server).items()}
+        assert grown["vllm:prompt_tokens_total"] == grown["vllm:prefix_cache_queries_total"] == 3 * 40
+        assert grown["vllm:time_to_first_token_seconds_count"] == 3 == grown["vllm:request_success_totallength"]
+        assert grown["vllm:inter_token_latency_seconds_count"] == 3 * 4
+        assert grown["vllm:request_time_per_output_token_seconds_count"] == 3
+        assert grown["vllm:request_generation_tokens_sum"] == grown["vllm:generation_tokens_total"] == 15
+
+
+def test_what_orchestrators_ask_may_be_asked_for_its_head(server: Server) -> None:
+    for path in ("/health", "/ready"):
+        head, whole = server.http.head(path), server.http.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
 
 
 def test_live_figures_and_composition(server: Server) -> None:

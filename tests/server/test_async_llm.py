@@ -118,6 +118,12 @@ def test_refusals(run: Any, llm: AsyncLLM) -> None:
     ):
         with pytest.raises(RequestError, match="SamplingParams"):
             run(ask("a", params))
+    for priority in (1, "high", 2**70):  # the default scheduler uses none
+        with pytest.raises(RequestError, match="priority"):
+            run(collect(llm.generate("a", priority=priority)))  # type: ignore[arg-type]
+    for messages in (None, [], [None], 5):
+        with pytest.raises(RequestError, match="messages"):
+            run(llm.render_chat(messages))  # type: ignore[arg-type]
     for num_top in (-1, 5000, 2**70, 1.5):
         with pytest.raises(RequestError, match="num_top"):
             run(llm.score("a b", num_top))
