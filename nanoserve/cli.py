@@ -19,7 +19,7 @@ import textwrap
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,10 +45,13 @@ if TYPE_CHECKING:
 TEXT_KEYS = frozenset({"prompt", "system"})
 FILE_KEYS = frozenset(
     ("prompts", "output", "report", "quality", "base", "new", "model.path", "bench.trace", "eval.text",
-     "simulate.trace", "simulate.fit", "simulate.check", "simulate.plot")
+     "simulate.trace", "simulate.fit", "simulate.check", "simulate.plot", "plot", "record", "update")
 )  # fmt: skip
 #: Flags that bring configurations of the user's own, which may name any choice of any plugin.
-OWN_FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "hydra.searchpath=")
+OWN_NAMES = ("--config-path", "-cp", "--config-name", "-cn", "hydra.searchpath=")
+OWN_FOLDERS = ("--config-dir", "-cd", *OWN_NAMES)
+#: The key of a choice that does not exist, in the configuration of a job of a sweep: why.
+REFUSED = "refused"
 USAGE, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 #: Not being able to write is the machine's affair; a traceback would explain nothing.
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -141,14 +144,19 @@ def _compose_and_run(arguments: Sequence[str]) -> None:
     for kind, details in KINDS.items():
         for name in set(registry.names(kind)) - set(group_names(details.group, (*CONFIG_PATHS, *paths))):
             ConfigStore.instance().store(group=details.group, name=name, node={"name": name}, provider="nanoserve")
+    of_sweep = {choice for o in overrides if multirun and o.is_sweep_override() for choice in _choices([o])}
+    if any(argument.startswith(OWN_NAMES) for argument in arguments):
+        of_sweep = set()
+    folders = [*CONFIG_PATHS, *paths, *([f"file://{known.config_dir}"] if known.config_dir else [])]
     words = _with_search_paths(words, paths)
     if multirun and not any(word.startswith("hydra.sweep.dir=") for word in words):
         words += _somewhere_to_write()
-    with _as_hydra_wants_it([*words, *flags]):
+    with _refusals_as_choices(registry, of_sweep, folders), _as_hydra_wants_it([*words, *flags]):
         try:
             hydra_main(version_base="1.3", config_path=CONFIG_PATHS[0], config_name="config")(job)()
         except MissingConfigException as error:
-            raise _unknown_choice(error, registry) from error
+            group, _, name = str(error.missing_cfg_file).rpartition("/")
+            raise _unknown_choice(group, name, sorted(error.options or []), registry) from error
         except OSError as error:
             if not multirun or isinstance(error, BrokenPipeError):
                 raise
@@ -172,6 +180,8 @@ def job(values: DictConfig) -> None:
         in_sweep = sweep.running()
         if in_sweep:
             sweep.announce()
+        if REFUSED in values:
+            raise ConfigError(values[REFUSED])
         plain: Any = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
         figures = run_task(plain, sweep.folder() if in_sweep else None)
         if in_sweep:
@@ -260,6 +270,32 @@ def _choices(overrides: Sequence[Override]) -> Iterator[tuple[str, str]]:
             text = getattr(name, "text", name)  # in a sweep a quoted name is a QuotedString
             if isinstance(text, str) and not (of_hydra and text in group_names(group, ["pkg://hydra.conf"])):
                 yield group, text
+
+
+@contextmanager
+def _refusals_as_choices(
+    registry: Registry, choices: Iterable[tuple[str, str]], paths: Sequence[str]
+) -> Iterator[None]:
+    """Meanwhile the ``choices`` (group, name) that do not exist compose, to a job that is refused with the reason.
+
+    Hydra composes a sweep's jobs as it goes, and one that it cannot compose would end all of them.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    kinds = {details.group: kind for kind, details in KINDS.items()}
+    stored = []
+    for group, name in choices:
+        known = {*group_names(group, paths), *(registry.names(kinds[group]) if group in kinds else ())}
+        if group in config_groups() and name not in known:
+            why = str(_unknown_choice(group, name, sorted(known), registry))
+            node = {REFUSED: why.replace("${", r"\${")}
+            ConfigStore.instance().store(group=group, name=name, package="_global_", node=node, provider="nanoserve")
+            stored.append((group, name))
+    try:
+        yield
+    finally:
+        for group, name in stored:
+            del ConfigStore.instance().repo[group][f"{name}.yaml"]
 
 
 def _with_search_paths(words: Sequence[str], paths: Sequence[str]) -> list[str]:
@@ -371,8 +407,19 @@ def unknown_option(key: str) -> str:
     """The message for a key that no group has, with the full name of the option that was probably meant."""
     known = {f"{group}.{name}" for group in ("engine", "sampling") for name in load_yaml(group, "default") or ()}
     tasks = {task: _keys_of(task) for task in group_names("task")}
-    if of := [f"task={task}" for task, keys in tasks.items() if key.partition(".")[0] in keys]:
-        return f"unknown option {key!r} of this task: it belongs to {' and '.join(of)}"
+    top, _, inner = key.partition(".")
+    of = [task for task, keys in tasks.items() if top in keys]
+    if of and not inner:
+        named = " and ".join(f"task={task}" for task in of)
+        return f"unknown option {key!r} of this task: it belongs to {named}"
+    # Where Hydra names an inner key, the group around it is there.
+    by_choice = {name: _inner_keys(top, load_yaml(top, name) or {}) for name in group_names(top) if of}
+    if others := [name for name, keys in by_choice.items() if inner in keys]:
+        return f"unknown option {key!r} here: it belongs to {' and '.join(f'{top}={name}' for name in others)}"
+    of_tasks = [(load_yaml("task", task) or {}).get(top) for task in of]
+    inside = set().union(*by_choice.values(), *(keys for keys in of_tasks if isinstance(keys, Mapping)))
+    if inside:
+        return f"unknown option {key!r} (nanoserve task={of[0]} --help lists them){did_you_mean(inner, inside)}"
     known |= {name for keys in tasks.values() for name in keys}
     last = key.rpartition(".")[2]
     same = sorted(name for name in known if name.rpartition(".")[2] == last)
@@ -380,14 +427,17 @@ def unknown_option(key: str) -> str:
     return f"unknown option {key!r} (nanoserve --help lists them){hint}"
 
 
+def _inner_keys(group: str, values: Mapping[str, Any]) -> set[str]:
+    """The keys of a group in a YAML file of it, which may be a global one."""
+    return set(values.get(group, values))
+
+
 def _keys_of(task: str) -> set[str]:
     """The top-level keys that ``task=TASK`` adds: its options and its groups."""
     return (set(load_yaml("task", task) or {}) | set(_groups_of(task))) - {"defaults", "task", "sampling"}
 
 
-def _unknown_choice(error: Any, registry: Registry) -> NanoserveError:
-    group, _, name = str(error.missing_cfg_file).rpartition("/")
-    known = sorted(error.options or [])
+def _unknown_choice(group: str, name: str, known: Sequence[str], registry: Registry) -> NanoserveError:
     for kind, details in KINDS.items():
         if details.group == group:
             return registry.unknown(kind, name, known)

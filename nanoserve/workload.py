@@ -9,7 +9,7 @@ Two trace formats are read, told apart by their first line:
 * CSV with the columns ``TIMESTAMP, ContextTokens, GeneratedTokens`` (the Azure LLM inference traces; Patel et al.,
   "Splitwise", 2024);
 * JSON lines with ``timestamp`` (milliseconds), ``input_length``, ``output_length`` and ``hash_ids``, one per 512
-  tokens of the prompt, equal ids meaning an equal beginning (Qin et al., "Mooncake", 2025).
+  tokens of the prompt, equal ids meaning an equal beginning (Qin et al., "Mooncake", 2025); ours may have ``priority``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Request:
 
     id: its number in the workload. arrival: seconds after the start. prompt_len, output_len: tokens.
     prefix: the segments that the prompt begins with, as (segment id, tokens); prompts whose first segments are equal
-    begin with equal tokens. What is left of the prompt belongs to this request alone.
+    begin with equal tokens. What is left of the prompt belongs to this request alone. priority: lower is more urgent.
     """
 
     id: int
@@ -46,6 +46,7 @@ class Request:
     prompt_len: int
     output_len: int
     prefix: tuple[tuple[int, int], ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class WorkloadOptions:
     turns: messages per conversation. Every turn's prompt is the whole conversation so far and a message of
     ``input_len``, and comes ``think_time`` seconds after the turn before. The replies in it have the drawn
     ``output_len`` but stand-in ids, so that a prefix cache finds the earlier prompts, not what was generated.
+    priorities: of the conversations, by turns; lower is more urgent. None: those of the trace, or 0.
     """
 
     num_requests: int | None = 32
@@ -115,6 +117,7 @@ class WorkloadOptions:
     num_prefixes: int = 1
     turns: int = 1
     think_time: float = 0.0
+    priorities: tuple[int, ...] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -143,6 +146,7 @@ class WorkloadOptions:
             _require(
                 used == (value is not None), key, f"{'given' if used else 'null'} with arrival={self.arrival}", value
             )
+        _require(self.priorities != (), "priorities", "null or a list of integers, [0, 1] say", [])
         _require(traced or self.num_requests is not None, "num_requests", "given without a trace", None)
         _require(traced or self.length_scale is None, "length_scale", "null without a trace", self.length_scale)
         _require(
@@ -175,6 +179,8 @@ def make_workload(options: WorkloadOptions, max_model_len: int | None = None, pr
         requests = list(_read_trace(options, max_model_len, f"{prefix}.trace"))
     else:
         requests = _synthetic(options, rng)
+    if (given := options.priorities) is not None:
+        requests = [replace(r, priority=given[i // options.turns % len(given)]) for i, r in enumerate(requests)]
     requests = _arrive(requests, options, rng)
     if max_model_len is not None:
         lengths = [r.prompt_len + r.output_len for r in requests]
@@ -293,7 +299,7 @@ def _read_trace(options: WorkloadOptions, max_model_len: int | None, key: str) -
     if scale is None:
         scale = min(1.0, max_model_len / longest) if max_model_len is not None else 1.0
     block = max(1, round(HASH_BLOCK * scale))
-    for i, (time, num_input, num_output, hash_ids) in enumerate(rows):
+    for i, (time, num_input, num_output, hash_ids, priority) in enumerate(rows):
         output_len = max(1, int(num_output * scale))
         prompt_len = max(1, int(num_input * scale))
         if fit and max_model_len is not None:  # a length that was rounded up to 1 must not push the other out
@@ -303,11 +309,11 @@ def _read_trace(options: WorkloadOptions, max_model_len: int | None, key: str) -
             for j, hash_id in enumerate(hash_ids)
             if j * block < prompt_len
         )
-        yield Request(i, time, prompt_len, output_len, prefix)
+        yield Request(i, time, prompt_len, output_len, prefix, priority)
 
 
-#: seconds, input tokens, output tokens, hash ids
-_Row = tuple[float, int, int, list[int]]
+#: seconds, input tokens, output tokens, hash ids, priority
+_Row = tuple[float, int, int, list[int], int]
 
 
 def _azure_rows(lines: Any) -> Iterator[_Row]:
@@ -315,11 +321,12 @@ def _azure_rows(lines: Any) -> Iterator[_Row]:
     for row in csv.DictReader(lines):
         time = datetime.fromisoformat(row["TIMESTAMP"])
         start = start or time
-        yield (time - start).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), []
+        yield (time - start).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), [], 0
 
 
 def _mooncake_rows(lines: Any) -> Iterator[_Row]:
     for line in lines:
         if line.strip():
             row = json.loads(line)
-            yield row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), row.get("hash_ids", [])
+            lengths = int(row["input_length"]), int(row["output_length"])
+            yield row["timestamp"] / 1000, *lengths, row.get("hash_ids", []), int(row.get("priority", 0))

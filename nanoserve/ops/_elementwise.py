@@ -7,12 +7,14 @@ the kernel before is touched only after ``gdc_wait``. The interpreter and older 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from nanoserve.ops.decode_inputs import DecodeInputs
+if TYPE_CHECKING:
+    from nanoserve.ops.decode_inputs import DecodeInputs
 
 
 def supports_pdl(x: torch.Tensor) -> bool:

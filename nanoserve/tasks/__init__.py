@@ -7,7 +7,8 @@ A task module has a dataclass ``Options`` (its own top-level keys, listed in ``c
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,41 @@ class Job:
         from nanoserve.llm import LLM
 
         return LLM.from_config(self.config, self.registry)
+
+    def file(self, key: str, name: str | None, suffixes: Sequence[str] = ()) -> Path | None:
+        """Where the file ``name`` of option ``key`` goes; its folder may have to be made. To be asked before the work.
+
+        None stays None. Raises ConfigError if it cannot be written there, or does not end in one of ``suffixes``.
+        """
+        if name is None:
+            return None
+        path = (self.folder or Path()) / name
+        if suffixes and path.suffix not in suffixes:
+            raise ConfigError(f"{key}={name}: the file's name must end in {' or '.join(suffixes)}")
+        _check_writable(f"{key}={name}", path, folder=False)
+        return path
+
+    def directory(self, key: str, name: str) -> Path:
+        """As :meth:`file`, for an option that names a folder; makes it."""
+        path = (self.folder or Path()) / name
+        _check_writable(f"{key}={name}", path, folder=True)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def _check_writable(option: str, path: Path, folder: bool) -> None:
+    try:
+        there = next(p for p in (path, *path.parents) if p.exists())
+        is_dir = there.is_dir()
+    except OSError as error:  # no permission to look, a name that is too long
+        raise ConfigError(f"{option}: {error.strerror}") from None
+    if there == path and is_dir != folder:
+        found, wanted = ("file", "folder") if folder else ("folder", "file")
+        raise ConfigError(f"{option}: there is a {found} of that name; give the name of a {wanted}")
+    if there != path and not is_dir:
+        raise ConfigError(f"{option}: {there} is a file, so nothing can be written inside it")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"{option}: {there} cannot be written")
 
 
 def run_task(values: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:

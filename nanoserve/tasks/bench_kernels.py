@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -72,6 +71,7 @@ class Result:
 
 def run(job: Job) -> dict[str, Any]:
     options: Options = job.options
+    output = job.file("output", options.output)
     bench = Bench(job.config, job.registry, options.heads, job.config.kv.name, Effort(rounds=options.rounds))
     results: dict[Phase, list[Result]] = {}
     phases = [phase for phase in PHASES if options.phase in (None, phase)]
@@ -84,10 +84,8 @@ def run(job: Job) -> dict[str, Any]:
         results[phase] = [result for shape in of_phase for result in measure(bench, shape, names[phase], options.torch)]
         print_results(bench, phase, results[phase])
     print_line(conditions(bench))
-    if options.output is not None:
-        path = (job.folder or Path()) / options.output
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, record(bench, results))
+    if output is not None:
+        write(output, record(bench, results))
     return figures(results)
 
 

@@ -13,7 +13,6 @@ the pool is what the engine takes on a CPU.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +31,7 @@ from nanoserve.models.config import ModelConfig
 from nanoserve.models.loader import resolve_model
 from nanoserve.models.parallel import ParallelContext
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
-from nanoserve.tasks.bench.record import print_table
+from nanoserve.tasks.bench.record import print_table, write
 
 if TYPE_CHECKING:
     from nanoserve.registry import Registry
@@ -92,6 +91,7 @@ class Plan:
 def run(job: Job) -> dict[str, Any]:
     options: Options = job.options
     config, registry = job.config, job.registry
+    output = job.file("output", options.output)
     longest = longest_sequence(config)
     contexts = options.contexts or [n for n in (longest // 16, longest // 4, longest) if n]
     if max(contexts) > longest:
@@ -100,10 +100,8 @@ def run(job: Job) -> dict[str, Any]:
     plans = [plan(config, registry, name, options.memory_gib, options.reserved_gib) for name in names]
     print_plans(plans, contexts, config, options)
     record = [{**asdict(p), "pool_bytes": p.pool_bytes, "batch": {str(n): p.batch(n) for n in contexts}} for p in plans]
-    if options.output is not None:
-        path = (job.folder or Path()) / options.output
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"config": asdict(config), "plans": record}, indent=2, default=str) + "\n", "utf-8")
+    if output is not None:
+        write(output, {"config": asdict(config), "plans": record})
     chosen = next((p for p in plans if p.kv == config.kv.name), plans[0])
     return {
         "kv": chosen.kv,

@@ -1,8 +1,8 @@
 """``task=compare base=a.json new=b.json gate=NAME``: what got better, what got worse, and whether that is too much.
 
 Without records two engines are measured here, in one process and by turns, so that what disturbs one disturbs the
-other: the configured one, and the same with the plugins of ``against``. Choosing a plugin is no regression, so nothing
-is gated then.
+other: the configured one, and the same with the plugins of ``against``, or with INT8 KV if it names none. Choosing a
+plugin is no regression, so nothing is gated then.
 
 Rule of the gate. A metric falls when the median of its repeats got worse by more than its limit (a share of the
 base's median) *and* the middle halves of the repeats, first to third quartile, do not overlap: a difference within
@@ -17,16 +17,17 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanoserve.config import PluginChoice, build, did_you_mean
 from nanoserve.contracts.errors import ConfigError, NanoserveError
-from nanoserve.metrics import better, percentile
+from nanoserve.metrics import better
 from nanoserve.tasks import compare_report
 from nanoserve.tasks.bench.record import composition, describe, print_line, print_table
 from nanoserve.tasks.bench.serve import FIGURES, Repeats, Serve, resolve
+from nanoserve.tasks.compare_changes import Change, Sample, number
 
 if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
@@ -57,6 +58,9 @@ class Gate:
 class Against:
     """Plugins of the second engine; None: as in the first."""
 
+    #: What the second engine has where nothing is chosen for it.
+    DEFAULT: ClassVar = {"kv": "int8"}
+
     attention: str | None = None
     kv: str | None = None
     scheduler: str | None = None
@@ -64,7 +68,8 @@ class Against:
 
     @property
     def plugins(self) -> dict[str, PluginChoice]:
-        return {group: PluginChoice(name) for group, name in asdict(self).items() if name is not None}
+        chosen = {group: name for group, name in asdict(self).items() if name is not None}
+        return {group: PluginChoice(name) for group, name in (chosen or self.DEFAULT).items()}
 
 
 @dataclass(frozen=True)
@@ -85,80 +90,20 @@ class Options:
     def __post_init__(self) -> None:
         if (self.base is None) != (self.new is None):
             raise ConfigError("base and new: give the files of two records, or neither to measure two engines here")
-        if self.base is None and not self.against.plugins:
-            raise ConfigError("against: choose a plugin for the second engine, as in against.kv=int8")
+        if self.base is not None and self.against != Against():
+            raise ConfigError(
+                "against: it is for two engines that are measured here; leave base and new out, or against"
+            )
         if self.report is not None and self.base is not None:
             raise ConfigError("report: it is about two engines that are measured here; leave base and new out")
         if self.quality is not None and self.report is None:
             raise ConfigError("quality: it goes into a page, so report=FILE is needed too")
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One metric of one record. values: its repeats; empty if it is undefined."""
-
-    values: list[float] = field(default_factory=list)
-
-    def quantile(self, q: float) -> float | None:
-        return percentile(self.values, q)
-
-    def __str__(self) -> str:
-        if not self.values:
-            return "–"
-        middle, low, high = (_number(self.quantile(q)) for q in (50, 25, 75))
-        return middle if len(self.values) == 1 else f"{middle} ({low} … {high})"
-
-
-@dataclass(frozen=True)
-class Change:
-    """base, new: the metric in both records. limit: None if it is not gated."""
-
-    name: str
-    base: Sample
-    new: Sample
-    limit: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Median of new over median of base."""
-        base, new = self.base.quantile(50), self.new.quantile(50)
-        if base is None or new is None:
-            return None
-        return new / base if base else (1.0 if new == 0 else None)
-
-    @property
-    def loss(self) -> float | None:
-        """Share of the base's value by which it got worse, negative if better; infinite from 0 or into nothing."""
-        base, new = self.base.quantile(50), self.new.quantile(50)
-        if base is None:
-            return None
-        if new is None:
-            return math.inf
-        worse = base - new if better(self.name) == "higher" else new - base
-        return worse / abs(base) if base else math.copysign(math.inf, worse) if worse else 0.0
-
-    @property
-    def verdict(self) -> Literal["fell", "noise", "worse", "better", "same", ""]:
-        loss = self.loss
-        if loss is None:
-            return ""
-        if not self.base.values or not self.new.values:
-            apart = True
-        else:
-            (b1, b3), (n1, n3) = [(s.quantile(25), s.quantile(75)) for s in (self.base, self.new)]
-            apart = n1 > b3 or n3 < b1  # type: ignore[operator]  # neither is empty
-        if loss == 0:
-            return "same"
-        if not apart:
-            return "noise"
-        if loss < 0:
-            return "better"
-        return "fell" if self.limit is not None and loss > self.limit else "worse"
-
-
 def run(job: Job) -> dict[str, Any]:
     options: Options = job.options
     quality = None
+    page = job.file("report", options.report)
     plugins: dict[str, Any] = options.against.plugins
     configs = [job.config, replace(job.config, **plugins)]
     if options.quality is not None:
@@ -175,13 +120,12 @@ def run(job: Job) -> dict[str, Any]:
     print_table(
         "base → new: median (first … third quartile of the repeats)",
         ["metric", "better", "base", "new", "new / base", "verdict", "limit"],
-        [[c.name, better(c.name), c.base, c.new, _number(c.ratio), c.verdict, _share(c.limit)] for c in shown],
+        [[c.name, better(c.name), c.base, c.new, number(c.ratio), c.verdict, _share(c.limit)] for c in shown],
     )
     print_line(f"{len(changes) - len(shown)} more metrics are the same or within the noise")
     for key, record in (("base", base), ("new", new)):
         print_line(f"{key}: {record.get('hardware')}, git {record.get('git')}, {composition(record)}")
-    if options.report is not None:
-        page = (job.folder or Path()) / options.report
+    if page is not None:
         compare_report.write(page, (base, new), changes, configs, job.registry, quality)
         print_line(f"{page}: speed, capacity and quality side by side")
     fallen = [change for change in changes if change.verdict == "fell"]
@@ -253,16 +197,12 @@ def _same(base: Mapping[str, Any], new: Mapping[str, Any], gate: Gate) -> None:
             "absolute figures of different hardware prove nothing (gate.same_hardware=false compares them anyway)"
         )
     before, after = ({k: v for k, v in r.get("workload", {}).items() if k != "repeat"} for r in (base, new))
-    if gate.same_workload and before != after:
-        keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+    keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+    if gate.same_workload and keys:
         raise ConfigError(
             f"the workloads differ in {', '.join(f'{k} ({before.get(k)} and {after.get(k)})' for k in keys)}; "
             "measure the same one twice (gate.same_workload=false compares them anyway)"
         )
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 
 
 def _share(value: float | None) -> str:

@@ -19,7 +19,7 @@ from nanoserve.tasks.bench.record import composition
 if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
     from nanoserve.registry import Registry
-    from nanoserve.tasks.compare import Change
+    from nanoserve.tasks.compare_changes import Change
 
 #: In a file that has them, only what stands between them is replaced.
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
@@ -89,6 +89,7 @@ def write(
         text = re.sub(f"(?s){BEGIN}.*{END}", lambda _: f"{BEGIN}\n\n{text}\n\n{END}", before)
     else:
         text = f"# kv={new['engine']['kv']} against kv={base['engine']['kv']}\n\n{text}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 

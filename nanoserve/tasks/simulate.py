@@ -5,7 +5,10 @@ every step lasts one *round*, the clock counts rounds, and a workload's times ar
 the steps of a ``task=bench`` record (``simulate.fit=FILE``), the same run predicts TTFT, TPOT and goodput in seconds.
 To learn step times once and to search configurations on a simulator is the idea of VIDUR (Agrawal et al., "Vidur: A
 Large-Scale Simulation Framework for LLM Inference", MLSys 2024); the model here is far simpler, four coefficients, so
-it says how far off it was on the run it was fitted on and on another one (``simulate.check=FILE``).
+it says how far off it was on the run it was fitted on and on another one (``simulate.check=FILE``), and what it could
+not learn. What limits it is seldom the form: requests of one length tie the context to the number of sequences, so one
+run does not tell what each costs, and several do (``simulate.fit=FOLDER``, of a sweep). It does not know the square of
+a long prompt's attention, and a machine that is slower in one run than in another puts all of its times off alike.
 
 Definitions. *recomputed tokens*: tokens whose KV was computed, lost in a preemption, and computed again. *passed
 over*: the most steps in a row that did not serve an unfinished request, and *wait* the longest time between two that
@@ -33,7 +36,8 @@ from nanoserve.contracts.scheduling import SchedulerLimits
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.simulator import Progress, Replay, StepLoad
 from nanoserve.metrics import QUANTILES, Objectives, percentile, summarise
-from nanoserve.tasks.bench.record import print_table
+from nanoserve.tasks.bench.record import by_priority, print_line, print_table, unused_priorities, write
+from nanoserve.tasks.bench.serve import OF_PRIORITY
 from nanoserve.workload import Workload, WorkloadOptions, make_workload
 
 if TYPE_CHECKING:
@@ -48,7 +52,8 @@ TIMELINE_WIDTH = 100  # characters
 class Simulation(WorkloadOptions):
     """A workload, and how its steps are timed and judged.
 
-    fit, check: JSON files of ``task=bench``: the latency model is fitted on one and tried on the other.
+    fit, check: JSON files of ``task=bench``: the latency model is fitted on one and tried on the other. fit may be a
+    folder, such as that of a sweep; then it is fitted on all ``bench.json`` in it.
     ttft_slo_ms, tpot_slo_ms: the objectives of goodput, with a latency model only.
     timeline: print what happened to each request. plot: file for a plot of the run, .svg or .png.
     """
@@ -88,30 +93,41 @@ class Options:
 
 def run(job: Job) -> dict[str, Any]:
     options: Simulation = job.options.simulate
-    folder = job.folder or Path()
     if options.plot is not None:
         require_matplotlib()
-        if Path(options.plot).suffix not in (".svg", ".png"):
-            raise ConfigError(f"simulate.plot={options.plot}: the file's name must end in .svg or .png")
+    plotted = job.file("simulate.plot", options.plot, (".svg", ".png"))
+    output = job.file("output", job.options.output)
     model = comparisons = None
     if options.fit is not None:
-        records = {"fit": read_record(options.fit, "simulate.fit")}
+        records = read_records(options.fit, "simulate.fit")
+        fitted_on = [step for record in records.values() for step in record["steps"]]
         if options.check is not None:
             records["check"] = read_record(options.check, "simulate.check")
-        model = LatencyModel.fit(records["fit"]["steps"])
+        model = LatencyModel.fit(fitted_on)
         comparisons = {name: compare(record, model, job.registry) for name, record in records.items()}
     replay = make_replay(job.config, job.registry, options, model)
     drive(replay)
     figures = summary(replay, options.objectives, timed=model is not None)
     print_summary(replay, figures, job.config, timed=model is not None)
+    priorities = [request.priority for request in replay.requests]
+    classes = by_priority(priorities, [p.timeline for p in replay.progress], options.objectives)
+    print_priorities(classes, timed=model is not None)
+    for line in unused_priorities(replay.scheduler, priorities):
+        print_line(line)
     if options.timeline:
         print("\n".join(timeline(replay)))
     if model is not None and comparisons is not None:
         print_accuracy(model, comparisons)
-    if options.plot is not None:
-        (folder / options.plot).parent.mkdir(parents=True, exist_ok=True)
-        plot(replay, folder / options.plot, "seconds" if model is not None else "rounds")
-    if job.options.output is not None:
+        for name, loads in (
+            ("this workload", [step.load for step in replay.steps]),
+            *([("the run of simulate.check", records["check"]["steps"])] if "check" in records else ()),
+        ):
+            for line in not_learnt(fitted_on, loads, name):
+                print_line(line)
+    if plotted is not None:
+        plotted.parent.mkdir(parents=True, exist_ok=True)
+        plot(replay, plotted, "seconds" if model is not None else "rounds")
+    if output is not None:
         record = {
             "schema": SCHEMA,
             "workload": asdict(options),
@@ -120,19 +136,35 @@ def run(job: Job) -> dict[str, Any]:
             "latency_model": None if model is None else asdict(model),
             "accuracy": comparisons,
             "figures": figures,
+            "priorities": classes,
             "requests": [request_row(progress) for progress in replay.progress],
             "steps": [[*step.load, step.end - step.start] for step in replay.steps],
         }
-        path = folder / job.options.output
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
-    return {name: _rounded(figures[name]) for name in SHOWN if figures.get(name) is not None}
+        write(output, record)
+    shown = {name: figures.get(name) for name in SHOWN}
+    for one, of_class in classes.items():
+        name, value = "TTFT p95 ms", of_class["TTFT p95 ms"]
+        shown[f"priority {one}: {name if model else _in_rounds(name)}"] = value if model else _rounds(name, value)
+    return {name: _rounded(value) for name, value in shown.items() if value is not None}
 
 
 # --- the run -----------------------------------------------------------------------------------------------------
 
 
-def make_replay(config: EngineConfig, registry: Registry, options: Simulation, model: LatencyModel | None) -> Replay:
+class Prioritised(Replay):
+    """Gives every request the priority that the workload says. requests: those of the workload."""
+
+    def __init__(self, make_scheduler: Any, limits: Any, blocks: Any, workload: Workload, **keywords: Any) -> None:
+        super().__init__(make_scheduler, limits, blocks, workload, **keywords)
+        self.requests = workload.requests
+
+    def add(self, request_id: str, *arguments: Any, **keywords: Any) -> Any:
+        return super().add(request_id, *arguments, priority=self.requests[int(request_id)].priority, **keywords)
+
+
+def make_replay(
+    config: EngineConfig, registry: Registry, options: Simulation, model: LatencyModel | None
+) -> Prioritised:
     """The composed scheduler, limits and pool, about to meet the workload."""
     engine = config.engine
     if engine.num_kv_blocks is None:
@@ -162,10 +194,10 @@ def _replay(
     *,
     overlap: bool,
     keep_marks: bool = False,
-) -> Replay:
+) -> Prioritised:
     spec = registry.get("scheduler", scheduler.name)
     scheduler_options = registry.make_options("scheduler", spec, scheduler.options)
-    return Replay(
+    return Prioritised(
         lambda limits, blocks: spec.factory(scheduler_options, limits, blocks),
         SchedulerLimits(engine.max_num_seqs, engine.max_num_batched_tokens, max_model_len),
         blocks,
@@ -208,6 +240,17 @@ def summary(replay: Replay, objectives: Objectives, timed: bool) -> dict[str, An
     served["preemptions"] = replay.scheduler.num_preemptions
     figures = {**served, **figures}
     return figures if timed else {_in_rounds(name): _rounds(name, value) for name, value in figures.items()}
+
+
+def print_priorities(classes: Mapping[int, Mapping[str, Any]], timed: bool) -> None:
+    if classes:
+        names = [name for name in OF_PRIORITY if timed or name != "goodput share"]
+        shown = names if timed else [_in_rounds(name) for name in names]
+        rows = [
+            [str(one), *(_number(figures[n] if timed else _rounds(n, figures[n])) for n in names)]
+            for one, figures in classes.items()
+        ]
+        print_table("by priority, the most urgent first", ["priority", *shown], rows)
 
 
 def _in_rounds(name: str) -> str:
@@ -284,6 +327,58 @@ class LatencyModel:
         )
 
 
+def read_records(path: str, key: str) -> dict[str, dict[str, Any]]:
+    """``{"fit": record}`` of a file; of a folder every ``bench.json`` in it, with its own folder in the name.
+
+    Raises ConfigError if there is none, or they were measured on different hardware, models or KV formats.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return {"fit": read_record(path, key)}
+    files = sorted(folder.rglob("bench.json"))
+    if not files:
+        raise ConfigError(f"{key}: no bench.json is in {path}; a sweep of task=bench leaves one in each job's folder")
+    records = {f"fit {file.parent.relative_to(folder)}": read_record(str(file), key) for file in files}
+    measured_on = {
+        (record.get("hardware"), record["engine"].get("model"), record["engine"].get("kv"))
+        for record in records.values()
+    }
+    if len(measured_on) > 1:
+        which = " and ".join(", ".join(map(str, one)) for one in sorted(measured_on, key=str))
+        raise ConfigError(f"{key}: the records in {path} are of different engines: {which}")
+    return records
+
+
+#: Above this correlation of two loads the fit cannot tell what each costs.
+CORRELATED, BEYOND = 0.9, 1.5
+
+
+def not_learnt(fitted_on: Sequence[Sequence[float]], loads: Sequence[Sequence[float]], name: str) -> list[str]:
+    """Sentences about the loads of ``name`` on which the fitted steps ``[…, seconds]`` have taught too little."""
+    known, asked = (np.asarray([row[:3] for row in rows], dtype=float) for rows in (fitted_on, loads))
+    lines = [
+        f"{name} has steps of {most:,.0f} {what}; those fitted on have at most {learnt:,.0f}"
+        for most, learnt, what in zip(
+            asked.max(axis=0),
+            known.max(axis=0),
+            ("decoding sequences", "prompt tokens", "tokens of context"),
+            strict=True,
+        )
+        if most > BEYOND * learnt
+    ]
+    per_sequence = [rows[rows[:, 0] > 0][:, 2].sum() / max(1.0, rows[:, 0].sum()) for rows in (known, asked)]
+    decoding = known[known[:, 0] > 0]
+    varied = len(decoding) > 1 and decoding[:, 0].std() > 0 and decoding[:, 2].std() > 0
+    tied = varied and np.corrcoef(decoding[:, 0], decoding[:, 2])[0, 1] > CORRELATED
+    if tied and not 1 / BEYOND < per_sequence[1] / per_sequence[0] < BEYOND:
+        lines.append(
+            f"{name} has {per_sequence[1]:,.0f} tokens of context per sequence, those fitted on always about "
+            f"{per_sequence[0]:,.0f}: what a sequence and what its context costs could not be told apart; fit on runs "
+            "of several lengths, simulate.fit=FOLDER"
+        )
+    return lines
+
+
 def read_record(path: str, key: str) -> dict[str, Any]:
     """A record of ``task=bench`` (or of this task). Raises ConfigError when it holds no steps and requests."""
     try:
@@ -306,7 +401,9 @@ def compare(record: Mapping[str, Any], model: LatencyModel, registry: Registry) 
     """
     measured = [seconds for *_, seconds in record["steps"]]
     predicted = [model.step_time(StepLoad(*load)) for *load, _ in record["steps"]]
-    errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True) if m > 0]
+    pairs = [(p, m) for p, m in zip(predicted, measured, strict=True) if m > 0]
+    errors = [abs(p / m - 1) for p, m in pairs]
+    scale = sum(predicted) / sum(measured)
     engine = build(EngineOptions, record["config"]["engine"], "engine")
     names = {f.name for f in dataclasses.fields(WorkloadOptions)}
     options = build(WorkloadOptions, {k: v for k, v in record["workload"].items() if k in names}, "workload")
@@ -331,7 +428,8 @@ def compare(record: Mapping[str, Any], model: LatencyModel, registry: Registry) 
         "steps": len(measured),
         "step error mean": statistics.fmean(errors),
         "step error p90": percentile(errors, 90),
-        "total error": sum(predicted) / sum(measured) - 1,
+        "step error scaled": statistics.fmean(abs(p / scale / m - 1) for p, m in pairs),
+        "total error": scale - 1,
         "rounds": [replay.num_steps, len(measured)],
         "metrics": metrics,
     }
@@ -396,31 +494,33 @@ def _passed_over_first(replay: Replay, progress: Progress) -> int:
 
 
 def print_accuracy(model: LatencyModel, comparisons: Mapping[str, Mapping[str, Any]]) -> None:
+    """Beside what was measured; of more than two runs, only how far off each was."""
+    wide = len(comparisons) <= 2
     rows = []
-    for name, of in (("steps: mean |error|", "step error mean"), ("steps: p90 |error|", "step error p90")):
-        rows.append([name, *itertools.chain.from_iterable(["", "", f"{c[of]:.1%}"] for c in comparisons.values())])
-    rows.append(
-        [
-            "total time",
-            *itertools.chain.from_iterable(["", "", f"{c['total error']:+.1%}"] for c in comparisons.values()),
-        ]
-    )
-    names = dict.fromkeys(name for c in comparisons.values() for name in c["metrics"])
-    for name in ("rounds", *names):
-        cells = []
+    for name, of, form in (
+        ("steps: mean |error|", "step error mean", "{:.1%}"),
+        ("steps: p90 |error|", "step error p90", "{:.1%}"),
+        ("steps: mean |error|, were the total right", "step error scaled", "{:.1%}"),
+        ("total time", "total error", "{:+.1%}"),
+    ):
+        cells = [[*(["", ""] if wide else []), form.format(c[of])] for c in comparisons.values()]
+        rows.append([name, *itertools.chain.from_iterable(cells)])
+    for name in ("rounds", *dict.fromkeys(name for c in comparisons.values() for name in c["metrics"])):
+        row = [name]
         for comparison in comparisons.values():
             pair = comparison["rounds"] if name == "rounds" else comparison["metrics"].get(name)
             off = f"{pair[0] / pair[1] - 1:+.1%}" if pair and pair[1] else ""
-            cells += [_number(pair[0]), _number(pair[1]), off] if pair else ["", "", ""]
-        rows.append([name, *cells])
-    titles = {"fit": "the run it was fitted on", "check": "another run"}
-    header = [column for name in comparisons for column in (f"{name}: predicted", "measured", "off")]
-    meaning = "; ".join(f"{name}: {titles[name]}" for name in comparisons)
+            row += [*([_number(n) for n in pair] if pair else ["", ""]), off] if wide else [off]
+        rows.append(row)
+    header = [
+        column for name in comparisons for column in ([f"{name}: predicted", "measured", "off"] if wide else [name])
+    ]
+    meaning = "fit: a run it was fitted on" + "; check: another run" * ("check" in comparisons)
     coefficients = (
         f"step time = {1e3 * model.step:.3g} ms + {1e6 * model.decode:.3g} µs per decoding sequence "
         f"+ {1e6 * model.prefill:.3g} µs per prompt token + {1e9 * model.context:.3g} ns per token of context"
     )
-    print_table(f"{coefficients}\n{meaning}", ["", *header], rows)
+    print_table(f"{coefficients}\n{meaning}{'' if wide else '; how far off'}", ["", *header], rows)
 
 
 def _rounded(value: float) -> float:

@@ -157,6 +157,8 @@ def run(job: Job) -> dict[str, Any]:
     options: Options = job.options
     if job.config.attention.name != "auto":
         raise ConfigError(f"attention={job.config.attention.name}: tune compares backends; leave attention=auto")
+    output, record_file = job.file("output", options.output), job.file("record", options.record)
+    plot_file = job.file("plot", options.plot, (".svg", ".png"))
     start = time.perf_counter()
     series = make_series(job, options)
     bench = series[0].bench
@@ -180,23 +182,21 @@ def run(job: Job) -> dict[str, Any]:
     if bench.device.type != "cuda":
         print_line("wall time on a CPU, launches included: the policy is for this CPU and says nothing about a GPU")
 
-    output = (job.folder or Path()) / (options.output or f"policy/tuned_{short_name(bench.device)}.yaml")
+    output = output or (job.folder or Path()) / f"policy/tuned_{short_name(bench.device)}.yaml"
     output.parent.mkdir(parents=True, exist_ok=True)
     text = policy_text(bench, rules, regret, options.min_gain)
     output.write_text(text, encoding="utf-8")
     print_line(f"\n{text}")
     print_line(f"written to {output}; {how_to_use(output)}")
     if has_matplotlib():
-        plot_file = (job.folder or Path()) / options.plot if options.plot else output.with_suffix(".svg")
+        plot_file = plot_file or output.with_suffix(".svg")
         plot_file.parent.mkdir(parents=True, exist_ok=True)
         plot(series).savefig(plot_file)
         print_line(f"plotted in {plot_file}")
     else:
         print_line("not plotted: pip install 'nanoserve[bench]'")
-    if options.record is not None:
-        path = (job.folder or Path()) / options.record
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, record(series, rules))
+    if record_file is not None:
+        write(record_file, record(series, rules))
     return {
         "shapes": len(points),
         "rules": len(rules),

@@ -613,6 +613,35 @@ class AttentionBackendSuite:
         for out in outputs[1:]:
             assert torch.equal(out, outputs[0])
 
+    @pytest.mark.parametrize("spoilt", ["q", "k", "v"])
+    def test_a_nan_stays_in_its_sequence(self, phase: Phase, kv_format: str, spoilt: str) -> None:
+        """NaN in all queries, keys or values of one sequence: the others' output is as without. Mind that 0 · NaN is
+        NaN where several sequences are packed behind one mask."""
+        context, sick = self.make_context(kv_format), 1
+        backend, kv, layer = self.build(context), context.kv, context.kv.layers[0]
+        case = self.make_case(context, phase, self.mixed)
+        if self.spec.capabilities.needs_finite_cache:  # behind its own blocks a table must not name those of the sick
+            table = case.meta.block_table
+            for i, blocks in enumerate(case.block_tables):
+                table[i, len(blocks) :] = blocks[0]
+        starts = _starts(case.query_lens)
+        rows = slice(starts[sick], starts[sick + 1])
+        expected = case.run(backend)
+        q, k, v = case.q.clone(), case.k.clone(), case.v.clone()
+        if spoilt == "q":
+            q[rows] = torch.nan
+        else:
+            slots = slots_of(case.block_tables[sick], range(case.context_lens[sick]), context.block_size)
+            where = torch.tensor(slots, device=context.device)
+            cached = dict(zip("kv", kv.gather(layer, where), strict=True))
+            cached[spoilt] = torch.full_like(cached[spoilt], torch.nan)
+            kv.store(layer, cached["k"].contiguous(), cached["v"].contiguous(), where)
+            if phase == "prefill":
+                {"k": k, "v": v}[spoilt][rows] = torch.nan
+        out = replace(case, q=q, k=k, v=v).run(backend)
+        healthy = [i for i in range(len(out)) if not rows.start <= i < rows.stop]
+        assert torch.equal(out[healthy], expected[healthy]), f"NaN in {spoilt} of one sequence shows in others"
+
     def test_is_deterministic_and_writes_all_of_out(self, phase: Phase, kv_format: str) -> None:
         context = self.make_context(kv_format)
         backend = self.build(context)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -27,6 +28,7 @@ from nanoserve.registry import Registry
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.tasks import Job
 from nanoserve.tasks.bench import html
+from nanoserve.tasks.bench.record import Backends
 from nanoserve.tasks.bench.serve import Run, drive, resolve
 from nanoserve.workload import Request, Workload
 from tests.tasks.conftest import Cli
@@ -287,10 +289,13 @@ def loads_nothing(page: str) -> bool:
 
 
 def test_a_record_has_all_that_others_need(real: Any) -> None:
-    run = real("bench.rate=200", "bench.repeat=3", "output=a.json", "report=a.html")
+    run = real("bench.rate=200", "bench.repeat=3", "bench.priorities=[0,1,1]", "output=a.json", "report=a.html")
     assert run.code == 0, run.err
+    assert "priority 1: requests 4, TTFT p50 ms" in run.out and "decode_first" in run.out
+    assert "does not look at priorities" in run.out
     assert all(word in run.out for word in ("TTFT", "ITL", "goodput share", "scenario server: valid at 200"))
     record = json.loads(Path("a.json").read_text())
+    assert [record["priorities"][one]["requests"] for one in "01"] == [2, 4]
     assert {"hardware", "versions", "git", "engine", "config", "workload", "seed", "figures", "runs"} <= set(record)
     assert record["workload"]["scenario"] == "server" and len(record["runs"]) == 3
     assert all(set(row) >= {"arrival", "prompt_len", "output_len", "ttft", "tpot", "e2e"} for row in record["requests"])
@@ -299,10 +304,30 @@ def test_a_record_has_all_that_others_need(real: Any) -> None:
     assert sum(step[0] for step in record["steps"]) == decoded
     assert sum(step[1] for step in record["steps"]) == sum(row["prompt_len"] for row in record["requests"])
     assert sum(step[3] for step in record["steps"]) <= record["runs"][record["shown_run"]]["duration s"] + 1e-6
+    assert record["attention"].keys() == {"prefill", "decode"} and "attention: prefill sdpa; decode sdpa" in run.out
+    assert all(counts.keys() == {"sdpa"} and counts["sdpa"] > 0 for counts in record["attention"].values())
     assert record["phases_ms"]["sample"] is None and record["phases_ms"]["tokenise"] > 0
     page = Path("a.html").read_text()
     assert page.count("<svg") == len(html.PLOTS) == 3
     assert loads_nothing(page)
+
+
+def test_the_backends_that_ran_are_counted() -> None:
+    """What was captured in a graph stays in use; a stranger's is named with its distribution."""
+    plugins = {"prefill": "attention=flash of nanoserve 0.1.0", "decode": "attention=mine of nanoserve-mine 2.0"}
+    backends = {phase: SimpleNamespace(plugin=plugin) for phase, plugin in plugins.items()}
+    selector = SimpleNamespace(select=lambda phase, shape, captured=False, instance=0: backends[phase])
+    select = selector.select
+    counter = Backends(cast(Any, SimpleNamespace(engine=SimpleNamespace(runner=SimpleNamespace(selector=selector)))))
+    with counter:
+        selector.select("prefill", None)
+        assert selector.select("decode", None, captured=True, instance=1) is backends["decode"]
+    counter.forget_steps()
+    selector.select = select
+    with counter:
+        selector.select("decode", None)
+    mine = {"mine of nanoserve-mine 2.0": 1}
+    assert counter.as_record() == {"attention": {"decode, captured": mine, "decode": mine}}
 
 
 def test_a_sweep_marks_the_best_and_keeps_failing_jobs(real: Any) -> None:
@@ -334,11 +359,11 @@ def test_joblib_launches_a_sweep(tmp_path: Path, tiny_checkpoint: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     command = [sys.executable, "-m", "nanoserve", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2",
                "hydra.sweep.dir=sweep", "task=bench", f"model.path={tiny_checkpoint}", "engine.num_kv_blocks=64",
-               "bench.num_requests=2", "bench.input_len=4", "bench.output_len=2", "kv=bf16,int8"]  # fmt: skip
+               "bench.num_requests=2", "bench.input_len=4", "bench.output_len=2", "kv=bf16,int8,nope"]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "2 jobs" in done.stdout and (tmp_path / "sweep" / "1" / "bench.json").is_file()
-    assert len((tmp_path / "sweep" / "sweep.csv").read_text().splitlines()) == 3
+    assert done.returncode == 1 and "job 2 failed with kv=nope: unknown kv 'nope'" in done.stderr, done.stderr
+    assert "3 jobs" in done.stdout and (tmp_path / "sweep" / "1" / "bench.json").is_file()
+    assert len((tmp_path / "sweep" / "sweep.csv").read_text().splitlines()) == 4
 
 
 def test_the_older_kinds_work_as_they_did(real: Any, tiny_checkpoint: Path, cli: Cli) -> None:

@@ -131,6 +131,8 @@ WRONG = [
     (["prompt=a", "hydra=null"], "Hydra cannot use hydra=null"),
     (["prompt=a", "prompt=b"], "prompt is given twice"),
     (["prompt=a", "bench.repeat=3"], "it belongs to task=bench"),
+    (["task=bench", "bench.batches=[1]"], "unknown option 'bench.batches' here: it belongs to bench=latency$"),
+    (["task=simulate", "simulate.requests=-1"], "unknown option 'simulate.requests' .*did you mean 'num_requests'"),
     (["task=plugins", "prompt=a"], "unknown option 'prompt' of this task: it belongs to task=generate"),
     (["prompt=a", "--foo"], "unknown flag '--foo'"),
     (["prompt=a", "sampling.logprobs=2"], "sampling.logprobs: only prompts="),
@@ -282,9 +284,42 @@ def test_flags_may_stand_anywhere(cli: Cli) -> None:
     assert "1 job" in out and "1 jobs" not in out
 
 
-def test_a_sweep_over_a_name_that_does_not_exist_is_a_wrong_command(cli: Cli) -> None:
-    run = cli("-m", "prompt=ab", "kv=bf16,int7")
-    assert (run.code, cli.llms) == (2, []) and "unknown kv 'int7'" in run.err
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("kv=bf16,int7", "unknown kv 'int7'.*did you mean 'int8'"), ("model=tiny,tyni", "unknown model 'tyni'")],
+)
+def test_a_name_that_does_not_exist_is_a_row_of_the_sweep(cli: Cli, choice: str, reason: str) -> None:
+    run = cli("-m", "prompt=ab", choice)
+    assert (run.code, len(cli.llms), run.out.count("│ ba")) == (1, 1, 1)
+    assert re.search(f"job 1 failed with {choice.partition('=')[0]}=.*{reason}", run.err), run.err
+    assert "unknown" in run.out
+    wrong = choice.replace(",", "=").split("=")[2]
+    assert cli("prompt=ab", f"{choice.partition('=')[0]}={wrong}").code == 2  # without -m it is a wrong command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["task=profile", "output=file"], "output=file: there is a file of that name; give the name of a folder"),
+        (["task=bench", "output=folder"], "output=folder: there is a folder of that name; give the name of a file"),
+        (["task=bench", "report=file/a.html"], "report=file/a.html: file is a file, so nothing can be written inside"),
+        (["task=bench_kernels", "output=folder"], "there is a folder of that name"),
+        (["task=eval", "output=folder"], "there is a folder of that name"),
+        (["task=compare", "report=folder"], "there is a folder of that name"),
+        (["task=capacity", "output=folder"], "there is a folder of that name"),
+        (["task=simulate", f"output={'x' * 300}"], "File name too long"),
+        (["task=simulate", "simulate.plot=a.foo"], r"simulate.plot=a.foo: the file's name must end in .svg or .png"),
+        (["task=tune", "plot=a.foo"], r"plot=a.foo: the file's name must end in .svg or .png"),
+        (["task=tune", "record=folder"], "there is a folder of that name"),
+        (["task=plugins", "check=true", "record=folder"], "there is a folder of that name"),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_before_the_work(cli: Cli, arguments: list[str], message: str) -> None:
+    Path("file").touch()
+    Path("folder").mkdir()
+    run = cli(*arguments)
+    assert (run.code, run.out, run.err.count("\n"), cli.llms) == (2, "", 1, [])
+    assert re.search(message, run.err), run.err
 
 
 # --- plugins of others ---------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from nanoserve.config import build, load_yaml
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.tasks import Job
 from nanoserve.tasks.bench.serve import Serve, measure, resolve
-from nanoserve.tasks.compare import Change, Gate, Sample, compare
+from nanoserve.tasks.compare import Gate, compare
+from nanoserve.tasks.compare_changes import Change, Sample
 from tests.helpers.distributions import Distributions
 from tests.helpers.distributions import distributions as distributions
 from tests.tasks.conftest import Cli
@@ -173,7 +174,8 @@ def test_the_page_has_speed_capacity_and_quality_side_by_side(
         (["report=a.md", "quality=bad.json"], "quality: 'bad.json' is no record of task=eval"),
         (["report=a.md", "quality=other.json"], "compares kv=bf16 with kv=fp8, here it is bf16 with int8"),
         (["base=a.json"], "base and new: give the files of two records, or neither"),
-        (["against.kv=null"], "against: choose a plugin"),
+        (["base=a.json", "new=b.json", "against.kv=int8"], "against: it is for two engines that are measured here"),
+        (["against.nope=1"], "unknown option 'against.nope' (nanoserve task=compare --help"),
         (["against.kv=int9"], "unknown kv 'int9'"),
         (["bench.rate=3"], "bench.rate must be null with arrival=all"),
     ],

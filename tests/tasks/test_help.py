@@ -18,7 +18,7 @@ from tests.tasks.conftest import Cli
     ("task", "expected"),
     [
         ("bench", ["bench      ci, latency, multi_turn, nano_vllm, *serve", "bench.scenario=null", "output=null"]),
-        ("compare", ["gate       ci, *default", "gate.same_hardware=true", "against.kv=int8", "base=null"]),
+        ("compare", ["gate       ci, *default", "gate.same_hardware=true", "against.kv=null", "base=null"]),
         ("eval", ["eval       full, *quick", "eval.max_delta_ppl=0.005"]),
         ("simulate", ["seed_mixed_pressure", "simulate.fit=null"]),
     ],

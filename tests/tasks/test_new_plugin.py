@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from nanoserve.cli import main
 
-KINDS = ("attention", "kvcache", "scheduler", "policy", "observer")
+KINDS = ("attention", "kvcache", "scheduler", "policy", "grammar", "observer")
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +45,31 @@ def test_every_kind_passes_its_own_tests(packages: Path) -> None:
     folders = [f"nanoserve-my-{kind}" for kind in KINDS]
     run = python(packages, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-rA", *folders)
     assert run.returncode == 0, run.stdout[-3000:]
-    for suite in ("MyAttention", "MyKvcache", "SdpaReadsMyKvcache", "MyScheduler", "MyPolicy", "MyObserver"):
+    for suite in (
+        "MyAttention",
+        "MyKvcache",
+        "SdpaReadsMyKvcache",
+        "MyScheduler",
+        "MyPolicy",
+        "MyGrammar",
+        "MyObserver",
+    ):
         assert f"::Test{suite}::" in run.stdout and f"FAILED {suite}" not in run.stdout
 
 
 def test_they_run_together(packages: Path) -> None:
     command = ["attention=my_attention", "kv=my_kvcache", "scheduler=my_scheduler", "policy=my_policy"]
+    command.append("grammar=my_grammar")
     own = ["attention.upcast=false", "scheduler.max_prefill_tokens=4", "policy.min_context=8"]
     run = python(
         packages, "-m", "nanoserve", *command, *own, "prompt=def f(x):", "sampling.max_tokens=8", "engine.device=cpu"
     )
     assert run.returncode == 0 and run.stdout.strip() and "warning" not in run.stderr, run.stderr
     assert "prefill my_attention, decode my_attention · kv my_kvcache · my_scheduler · policy my_policy" in run.stderr
+    line = {"prompt": "x", "max_tokens": 9, "structured": {"choice": ["yes, é€", "no\n"]}}
+    (packages / "in.jsonl").write_text(json.dumps(line))
+    run = python(packages, "-m", "nanoserve", *command, "prompts=in.jsonl", "engine.device=cpu")
+    assert run.returncode == 0 and json.loads(run.stdout)["text"] in ("yes, é€", "no\n"), run.stderr
     shown = python(packages, "-m", "nanoserve", *command, "--cfg", "job").stdout
     assert "upcast: true" in shown and "favourite: paged_v2_split" in shown
     refused = python(packages, "-m", "nanoserve", *command, "scheduler.max_prefill_tokens=-1", "prompt=a")

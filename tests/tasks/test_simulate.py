@@ -15,8 +15,10 @@ from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.simulator import Replay, StepLoad
 from nanoserve.metrics import Objectives
 from nanoserve.registry import Registry
-from nanoserve.tasks.simulate import LatencyModel, compare, read_record, summary, timeline
+from nanoserve.tasks.simulate import LatencyModel, compare, not_learnt, read_record, summary, timeline
 from nanoserve.workload import Request, Workload
+from tests.helpers.distributions import Distributions
+from tests.helpers.distributions import distributions as distributions
 from tests.tasks.conftest import Cli
 
 
@@ -135,13 +137,56 @@ def test_any_scheduler_and_the_same_again(cli: Cli) -> None:
     assert a["requests"] == b["requests"] and a["steps"] == b["steps"] and a["steps"] != c["steps"]
 
 
+URGENT = """
+from nanoserve.contracts.scheduling import SchedulerSpec
+from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.scheduler.decode_first import DecodeFirst, DecodeFirstOptions
+
+class Urgent(DecodeFirst):
+    uses_priority = True
+
+    def add(self, seq):
+        super().add(seq)
+        ordered = sorted(self.waiting, key=lambda waiting: waiting.priority)
+        self.waiting.clear()
+        self.waiting.extend(ordered)
+
+@hookimpl
+def nanoserve_scheduler(register):
+    register(SchedulerSpec("urgent", "a test", DecodeFirstOptions, Urgent))
+"""
+
+
+def test_priorities_reach_the_scheduler(cli: Cli, distributions: Distributions) -> None:
+    """Figures stand apart by priority; a scheduler that does not look at them is judged by them, and that is said."""
+    distributions.install("urgent-dist", {"scheduler.urgent": "urgent_mod"}, urgent_mod=URGENT)
+    trace = [{"timestamp": 0, "input_length": 16, "output_length": 8, "priority": i % 2} for i in range(8)]
+    Path("trace.jsonl").write_text("\n".join(map(json.dumps, trace)))
+    for workload in (
+        ["simulate.num_requests=8", "simulate.input_len=16", "simulate.output_len=8", "simulate.arrival=all",
+         "simulate.rate=null", "simulate.priorities=[0,1]"],
+        ["simulate=trace", "simulate.trace=trace.jsonl"],
+    ):  # fmt: skip
+        waits = {}
+        for scheduler in ("urgent", "decode_first"):
+            run = cli("task=simulate", *workload, f"scheduler={scheduler}", "engine.max_num_seqs=1", "output=run.json")
+            assert run.code == 0 and "by priority" in run.out, run.err
+            assert ("does not look at priorities" in run.out) == (scheduler == "decode_first")
+            classes = json.loads(Path("run.json").read_text())["priorities"]
+            waits[scheduler] = [classes[priority]["TTFT p95 ms"] for priority in ("0", "1")]
+        assert waits["urgent"][0] < waits["decode_first"][0] and waits["urgent"][1] >= waits["decode_first"][1]
+    swept = cli("-m", "task=simulate", *workload, "scheduler=urgent,decode_first", "engine.max_num_seqs=1")
+    assert "priority 0: TTFT p95 rounds" in swept.out
+    assert "simulate.priorities must be null or a list" in cli("task=simulate", "simulate.priorities=[]").err
+
+
 def test_a_prediction(cli: Cli) -> None:
     """A run in rounds is one whose steps all last a second: the model finds that and predicts the run exactly."""
     small = ("task=simulate", "simulate.num_requests=20")
     assert cli(*small, "output=new/measured.json").code == 0
     Path("new/measured.json").rename("measured.json")
     outcome = cli(*small, "simulate.fit=measured.json", "simulate.check=measured.json", "output=predicted.json")
-    assert outcome.code == 0 and "the run it was fitted on" in outcome.out and "another run" in outcome.out
+    assert outcome.code == 0 and "a run it was fitted on" in outcome.out and "another run" in outcome.out
     measured, predicted = [json.loads(Path(f"{name}.json").read_text()) for name in ("measured", "predicted")]
     assert predicted["latency_model"] == pytest.approx({"step": 1, "decode": 0, "prefill": 0, "context": 0})
     assert predicted["figures"]["TTFT p95 ms"] == pytest.approx(1e3 * measured["figures"]["TTFT p95 rounds"])
@@ -199,10 +244,39 @@ def test_how_far_off_it_is(cli: Cli) -> None:
     assert cli("task=simulate", "simulate=seed_mixed_ample", "output=run.json").code == 0
     record = read_record("run.json", "simulate.check")
     off = compare(record, LatencyModel(1.1, 0, 0, 0), Registry.discover())
-    errors = [off[name] for name in ("step error mean", "step error p90", "total error")]
-    assert errors == pytest.approx([0.1, 0.1, 0.1])
+    errors = [off[name] for name in ("step error mean", "step error p90", "total error", "step error scaled")]
+    assert errors == pytest.approx([0.1, 0.1, 0.1, 0.0])
     predicted, measured = off["metrics"]["TTFT mean ms"]
     assert predicted / measured == pytest.approx(1.1) and off["rounds"] == [10, 10]
+
+
+def test_what_the_fitted_steps_could_not_teach() -> None:
+    """Loads beyond theirs, and the context of a sequence where it was always the same."""
+    tied = [[n, 0, 60 * n, 0.01] for n in range(1, 9)]
+    assert not_learnt(tied, [[4, 0, 240], [0, 0, 0]], "it") == []
+    beyond, apart = not_learnt(tied, [[4, 0, 1000]], "it")
+    assert beyond == "it has steps of 1,000 tokens of context; those fitted on have at most 480"
+    assert apart.startswith("it has 250 tokens of context per sequence, those fitted on always about 60: ")
+    varied = tied + [[n, 0, 60 * (9 - n), 0.01] for n in range(1, 9)]
+    assert len(not_learnt(varied, [[4, 0, 1000]], "it")) == 1
+    assert not_learnt([[0, 8, 0, 0.1]], [[0, 8, 0]], "it") == []
+
+
+def test_the_fit_on_a_sweep(cli: Cli) -> None:
+    """A folder stands for all records in it, if they are of one engine."""
+    for name, size in (("a", 4), ("b", 8)):
+        assert cli("task=simulate", "simulate.num_requests=10", f"simulate.input_len={size}",
+                   f"output=runs/{name}/bench.json").code == 0  # fmt: skip
+    outcome = cli("task=simulate", "simulate.fit=runs", "simulate.check=runs/a/bench.json", "output=out.json")
+    assert outcome.code == 0 and "fit a" in outcome.out and "how far off" in outcome.out
+    assert json.loads(Path("out.json").read_text())["accuracy"].keys() == {"fit a", "fit b", "check"}
+    record = json.loads(Path("runs/b/bench.json").read_text())
+    Path("runs/b/bench.json").write_text(json.dumps({**record, "hardware": "a GPU"}))
+    for fit, message in (("runs", "of different engines: .*a GPU"), (".", "of different"), ("work", "cannot read")):
+        refused = cli("task=simulate", f"simulate.fit={fit}")
+        assert refused.code == 2 and re.search(f"simulate.fit: .*{message}", refused.err), refused.err
+    Path("empty").mkdir()
+    assert "no bench.json is in empty" in cli("task=simulate", "simulate.fit=empty").err
 
 
 def test_a_record_without_steps_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -176,12 +178,19 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "it holds no results of check=true" in capsys.readouterr().err
 
 
-def test_the_interpreter_must_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_is_on_or_must_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A command of its own turns it on; where it is off, or Triton has been imported without, that is said."""
     if torch.cuda.is_available():
         pytest.skip("only without a GPU")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
         matrix.check_all(REGISTRY)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    done = subprocess.run(
+        [sys.executable, "-m", "nanoserve", "task=plugins", "check=true"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "in Triton's interpreter" in done.stderr, done.stderr
+    assert "attention=triton_flash kv=bf16 prefill: ok" in done.stdout
 
 
 def test_a_long_message_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

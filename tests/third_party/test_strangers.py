@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 
 from nanoserve import LLM, PluginError, RequestError, SamplingParams
 from nanoserve.cli import main
+from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec
+from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.registry import Registry
-from nanoserve.testing.attention import NoScalarReads
+from nanoserve.testing.attention import AttentionBackendSuite, NoScalarReads
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -27,6 +30,11 @@ installed = pytest.mark.skipif(
     bool(MISSING),
     reason="not installed; pip install --no-deps " + " ".join(f"./tests/third_party/nanoserve-{n}" for n in MISSING),
 )
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No options."""
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -69,6 +77,36 @@ def test_the_suites_notice_what_waits_for_a_device(wait: Callable[[torch.Tensor]
             wait(x)
 
 
+class Packed(AttentionBackend):
+    """All sequences of a step behind one mask."""
+
+    def decode(self, q, layer, meta, out):  # type: ignore[no-untyped-def]
+        lens, size = meta.context_lens_cpu, self.context.block_size
+        owner = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+        token = torch.cat([torch.arange(n) for n in lens])
+        k, v = self.context.kv.gather(layer, meta.block_table[owner, token // size] * size + token % size)
+        grouped = q.view(len(q), k.shape[1], -1, q.shape[-1])
+        scores = torch.einsum("shgd,nhd->shgn", grouped, k) * self.context.scale
+        scores.masked_fill_((owner != torch.arange(len(q))[:, None])[:, None, None], -torch.inf)
+        out.copy_(torch.einsum("shgn,nhd->shgd", scores.softmax(-1), v).reshape(out.shape))
+
+
+def test_the_suite_notices_a_nan_that_leaks_into_other_sequences() -> None:
+    class Suite(AttentionBackendSuite):
+        backend = "packed"
+
+        @property
+        def spec(self) -> AttentionSpec:
+            return AttentionSpec("packed", "", Capabilities(phases=frozenset({"decode"})), Nothing, Packed)
+
+        def build(self, context: AttentionContext) -> AttentionBackend:
+            return Packed(context, Nothing())
+
+    Suite().test_random_ragged_batches("decode", "bf16", 0)  # what it computes is right
+    with pytest.raises(AssertionError, match="NaN in v of one sequence shows in others"):
+        Suite().test_a_nan_stays_in_its_sequence("decode", "bf16", "v")
+
+
 @installed
 def test_the_three_together(capsys: pytest.CaptureFixture[str]) -> None:
     """The command of the issue: their YAML is found, and they serve a prompt."""
@@ -94,15 +132,18 @@ def test_a_wide_window_is_full_attention_and_a_narrow_one_is_not() -> None:
 
 @installed
 def test_a_request_says_how_urgent_it_is() -> None:
-    """One at a time: the last is the most urgent, and a scheduler that does not care keeps the order."""
+    """One at a time: the last is the most urgent. A scheduler that does not care takes no priority."""
     done: list[int] = []
-    for scheduler in ("slo", "decode_first"):
-        with LLM("tiny", scheduler=scheduler, device="cpu", max_num_seqs=1) as llm:
-            llm.generate(["a", "b", "c"], GREEDY, priority=[1, 0, -1], on_finish=lambda i, output: done.append(i))
-            with pytest.raises(RequestError, match="2 priorities for 1 prompts"):
-                llm.generate("a", GREEDY, priority=[1, 2])
-            with pytest.raises(RequestError, match="a priority is an integer.*not 'high'"):
-                llm.stream("a", GREEDY, priority="high")  # type: ignore[arg-type]
+    with LLM("tiny", scheduler="slo", device="cpu", max_num_seqs=1) as llm:
+        llm.generate(["a", "b", "c"], GREEDY, priority=[1, 0, -1], on_finish=lambda i, output: done.append(i))
+        with pytest.raises(RequestError, match="2 priorities for 1 prompts"):
+            llm.generate("a", GREEDY, priority=[1, 2])
+        with pytest.raises(RequestError, match="a priority is an integer.*not 'high'"):
+            llm.stream("a", GREEDY, priority="high")  # type: ignore[arg-type]
+    with LLM("tiny", scheduler="decode_first", device="cpu", max_num_seqs=1) as llm:
+        llm.generate(["a", "b", "c"], GREEDY, on_finish=lambda i, output: done.append(i))
+        with pytest.raises(RequestError, match="scheduler=decode_first of nanoserve .* does not use it"):
+            llm.generate("a", GREEDY, priority=1)
     assert done == [2, 1, 0, 0, 1, 2]
 
 

@@ -9,13 +9,12 @@ workload and figures. ``task=compare`` and ``task=simulate`` read those of *serv
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import build
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.tasks.bench import html, serve, synthetic
-from nanoserve.tasks.bench.record import composition, describe, print_line, print_table, write
+from nanoserve.tasks.bench.record import Backends, composition, describe, print_line, print_table, write
 
 if TYPE_CHECKING:
     from nanoserve.tasks import Job
@@ -43,24 +42,26 @@ def run(job: Job) -> dict[str, Any]:
         if kind != "serve":
             raise ConfigError(f"report: only bench kind serve has plots, not {kind}")
         html.require()
+    output = job.options.output
+    if output is None and job.folder is not None and kind == "serve":
+        output = "bench.json"
+    file, report = job.file("output", output), job.file("report", job.options.report)
     with job.llm() as llm:
         if isinstance(workload, serve.Serve):
             measured = serve.measure(llm, workload)
         else:
             call = synthetic.throughput if isinstance(workload, synthetic.Throughput) else synthetic.latency
-            measured = call(llm, workload)
+            with Backends(llm) as backends:
+                measured = call(llm, workload)
+            measured.record |= backends.as_record()
         record = {**describe(llm), "workload": asdict(workload), "config": asdict(job.config), **measured.record}
     print_table(measured.title, measured.columns, measured.rows)
     for line in measured.lines:
         print_line(line)
     print_line(f"{record['hardware']}, torch {record['versions']['torch']}, {composition(record)}")
-    folder, output = job.folder or Path(), job.options.output
-    if output is None and job.folder is not None and kind == "serve":
-        output = "bench.json"
-    if output is not None:
-        write(folder / output, record)
-    if job.options.report is not None:
-        report = folder / job.options.report
+    if file is not None:
+        write(file, record)
+    if report is not None:
         report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text(html.render(record), encoding="utf-8")
     return measured.figures

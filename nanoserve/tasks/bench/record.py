@@ -7,16 +7,20 @@ import platform
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nanoserve
+from nanoserve.metrics import Objectives, RequestTimeline, summarise
 
 if TYPE_CHECKING:
     import torch
 
+    from nanoserve.contracts.attention import AttentionBackend
+    from nanoserve.contracts.scheduling import Scheduler
     from nanoserve.llm import LLM
 
 
@@ -39,6 +43,60 @@ def describe(llm: LLM) -> dict[str, Any]:
     return {**environment(device), "engine": asdict(info) if info is not None else {}}
 
 
+class Backends:
+    """Counts which attention backends an engine chooses while it is entered, by phase: once for every step, and under
+    "decode, captured" once for every CUDA graph of a batch size, which then serves any number of steps.
+
+    A backend of another distribution than ours is named with it.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.chosen: dict[str, Counter[str]] = {}
+        self._selector: Any = llm.engine.runner.selector  # type: ignore[attr-defined]
+
+    def __enter__(self) -> Backends:
+        select = self._selector.select
+
+        def counted(phase: str, *arguments: Any, captured: bool = False, **more: Any) -> AttentionBackend:
+            backend: AttentionBackend = select(phase, *arguments, captured=captured, **more)
+            name = re.sub(r"^attention=| of nanoserve \S+$", "", backend.plugin or type(backend).__name__)
+            self.chosen.setdefault(f"{phase}, captured" if captured else phase, Counter())[name] += 1
+            return backend
+
+        self._selector.select = counted
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del self._selector.select
+
+    def forget_steps(self) -> None:
+        """As before a run: what has been captured goes on to be used."""
+        self.chosen = {phase: counts for phase, counts in self.chosen.items() if phase.endswith("captured")}
+
+    def as_record(self) -> dict[str, Any]:
+        return {"attention": {phase: dict(counts) for phase, counts in sorted(self.chosen.items(), reverse=True)}}
+
+
+def by_priority(
+    priorities: Sequence[int], requests: Sequence[RequestTimeline], objectives: Objectives
+) -> dict[int, dict[str, float | None]]:
+    """The figures of the requests of each priority, the most urgent first; empty if they are all of one."""
+    classes = sorted(set(priorities))
+    return {
+        one: summarise([r for r, p in zip(requests, priorities, strict=True) if p == one], objectives)
+        for one in (classes if len(classes) > 1 else ())
+    }
+
+
+def unused_priorities(scheduler: Scheduler, priorities: Sequence[int]) -> list[str]:
+    """A sentence, if the scheduler does not look at the priorities that there are."""
+    if scheduler.uses_priority or not any(priorities):
+        return []
+    return [
+        f"{scheduler.plugin or type(scheduler).__name__} does not look at priorities; it is judged by them all the same"
+    ]
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Hardware, versions and git revision."""
     import torch
@@ -58,9 +116,10 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def composition(record: Mapping[str, Any]) -> str:
-    """Model and plugins of a record, in one line."""
+    """Model and plugins of a record, in one line. Of attention backends those that ran, or else that could have."""
     engine = record.get("engine", {})
-    attention = ", ".join(f"{phase} {name}" for phase, name in (engine.get("attention") or {}).items())
+    chosen = {phase: "|".join(counts) for phase, counts in (record.get("attention") or {}).items()}
+    attention = "; ".join(f"{phase} {names}" for phase, names in (chosen or engine.get("attention") or {}).items())
     return f"{engine.get('model')}, kv {engine.get('kv')}, scheduler {engine.get('scheduler')}, attention: {attention}"
 
 

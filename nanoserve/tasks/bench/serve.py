@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nanoserve import metrics
 from nanoserve.contracts.errors import ConfigError, RequestError
 from nanoserve.metrics import QUANTILES, Objectives, RequestTimeline
-from nanoserve.tasks.bench.record import Measured
+from nanoserve.tasks.bench.record import Backends, Measured, by_priority, unused_priorities
 from nanoserve.tasks.bench.synthetic import warm_up
 from nanoserve.workload import Workload, WorkloadOptions, make_workload, token_ids
 
@@ -45,6 +45,8 @@ FIGURES = (
     "completed", "failed", "QPS", "output tok/s", "TTFT p50 ms", "TTFT p95 ms", "TPOT p50 ms", "TPOT p95 ms",
     "ITL p99 ms", "E2E p95 ms", "goodput req/s", "prefix hit rate", "preemptions", "KV use peak",
 )  # fmt: skip
+
+OF_PRIORITY = ("requests", "TTFT p50 ms", "TTFT p95 ms", "TPOT p95 ms", "goodput share")
 
 NOT_SEPARABLE = (
     "Sampling is part of the step that runs on the device, so on the host it cannot be told from the model's forward: "
@@ -282,7 +284,7 @@ def drive(
                 timeline = RequestTimeline(f"bench-{request.id}", arrival, len(ids))
                 timelines[timeline.request_id] = timeline
                 try:
-                    engine.add_request(timeline.request_id, ids, one, stream=True)
+                    engine.add_request(timeline.request_id, ids, one, stream=True, priority=request.priority)
                     num_open += 1
                 except RequestError as error:
                     end(timeline, now(), "error", str(error))
@@ -330,7 +332,7 @@ def measure(llm: LLM, options: Serve) -> Measured:
 class Repeats:
     """A workload run again and again on one engine, which is warmed up first. Two of them can take turns.
 
-    num_requests: in all ``repeat`` runs together.
+    num_requests: in all ``repeat`` runs together. backends: those of attention that ran in them.
     """
 
     def __init__(self, llm: LLM, options: Serve) -> None:
@@ -345,16 +347,30 @@ class Repeats:
             SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=r.output_len)
             for r in self.workload.requests
         ]
-        warm_up(llm, self._prompts(options.repeat))
+        self.backends = Backends(llm)
+        with self.backends:
+            warm_up(llm, self._prompts(options.repeat))
+        self.backends.forget_steps()
 
     def run(self, on_finish: Callable[[], object] = lambda: None) -> None:
         """Once more. on_finish: called at the end of every request."""
         prompts = self._prompts(len(self.runs))
-        self.runs.append(drive(self.llm.engine, self.workload, prompts, self._params, on_finish=on_finish))
+        with self.backends:
+            self.runs.append(drive(self.llm.engine, self.workload, prompts, self._params, on_finish=on_finish))
 
     def result(self) -> Measured:
         """Medians over the runs, and the middle one in detail."""
-        return _result(self.llm, self.options, self.runs, self._prompts)
+        measured = _result(self.llm, self.options, self.runs, self._prompts)
+        priorities = [request.priority for request in self.workload.requests]
+        run = self.runs[measured.record["shown_run"]]
+        classes = by_priority(priorities, run.requests, self.options.objectives)
+        for one, figures in classes.items():
+            shown = ", ".join(f"{name} {_number(figures[name])}" for name in OF_PRIORITY)
+            measured.lines.append(f"priority {one}: {shown}")
+            measured.figures[f"priority {one}: TTFT p95 ms"] = _rounded(figures["TTFT p95 ms"])
+        measured.lines += unused_priorities(self.llm.engine.scheduler, priorities)
+        measured.record |= {**self.backends.as_record(), "priorities": classes}
+        return measured
 
     def _prompts(self, round_: int) -> list[list[int]]:
         """Ids of its own in every round: none finds those of another cached."""

@@ -100,6 +100,7 @@ class Bar:
 
 def run(job: Job) -> dict[str, Any]:
     options: EvalOptions = job.options.eval
+    output = job.file("output", job.options.output)
     from nanoserve.tasks.eval import texts
 
     documents = texts.documents_in(Path(options.text)) if options.text is not None else texts.heldout_documents()
@@ -112,8 +113,7 @@ def run(job: Job) -> dict[str, Any]:
     missed = [bar.figure for bar in bars if bar.gates and not bar.met(figures)]
     told = [{**asdict(bar), "met": bar.met(figures)} for bar in bars]
     print_report(figures, told, base_name, other_name, environment)
-    if job.options.output is not None:
-        path = (job.folder or Path()) / job.options.output
+    if output is not None:
         record = {
             **environment,
             "base": base_name,
@@ -124,7 +124,7 @@ def run(job: Job) -> dict[str, Any]:
             "figures": figures,
             "bars": told,
         }
-        write(path, record)
+        write(output, record)
     if missed:
         raise EvalFailedError(f"kv={other_name} misses the bar for {', '.join(missed)} (compared with kv={base_name})")
     return {name: float(f"{figures[name]:.5g}") for name in SWEPT if name in figures}

@@ -28,7 +28,7 @@ LONGEST_NAME = 60  # characters: it becomes the name of files
 class Options:
     """The keys of ``conf/task/new_plugin.yaml``."""
 
-    kind: Literal["attention", "kvcache", "scheduler", "policy", "observer"]
+    kind: Literal["attention", "kvcache", "scheduler", "policy", "grammar", "observer"]
     name: str
     path: str = "."
 

@@ -47,6 +47,7 @@ def run(job: Job) -> dict[str, Any]:
     registry, options = job.registry, job.options
     record = None if options.record is None else Path(options.record)
     if options.check:
+        job.file("record", options.record)
         return check(registry, record)
     if options.update is not None:
         update(Path(options.update), registry, record)

@@ -9,8 +9,11 @@ there.
 from __future__ import annotations
 
 import json
+import os
 import platform
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,27 +140,40 @@ def check_all(registry: Registry) -> dict[str, Any]:
     import torch
 
     device, capability = this_device()
-    if device == "cpu":
-        require_interpreter(registry)
-    claimed = [one for one in combinations(registry) if not refusals(one, device, capability)]
+    with interpreter() if device == "cpu" else nullcontext():
+        claimed = [one for one in combinations(registry) if not refusals(one, device, capability)]
+        if device == "cpu":
+            require_interpreter(claimed)
+        results = {str(one): check(registry, one, device, capability) for one in claimed}
     return {
         "hardware": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "compute_capability": capability,
         "torch": torch.__version__,
-        "results": {str(one): check(registry, one, device, capability) for one in claimed},
+        "results": results,
     }
 
 
-def require_interpreter(registry: Registry) -> None:
-    """Raise ConfigError if there are kernels that only the interpreter can run here, and it is off."""
-    import os
-
-    if os.environ.get("TRITON_INTERPRET") == "1":
+@contextmanager
+def interpreter() -> Iterator[None]:
+    """Meanwhile Triton interprets kernels, unless TRITON_INTERPRET is set. Triton looks when it is imported, which the
+    modules of plugins do, so it does nothing once that has happened."""
+    if "TRITON_INTERPRET" in os.environ or "triton" in sys.modules:
+        yield
         return
-    for one in combinations(registry):
-        can = one.attention.capabilities
-        if can.interpretable and "cpu" not in can.devices:
-            raise ConfigError("check=true without a GPU runs Triton kernels in its interpreter: set TRITON_INTERPRET=1")
+    os.environ["TRITON_INTERPRET"] = "1"
+    print("no GPU here: Triton kernels run in Triton's interpreter", file=sys.stderr)
+    try:
+        yield
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+def require_interpreter(claimed: Iterable[Combination]) -> None:
+    """Raise ConfigError if there are kernels that only the interpreter can run here, and it is off."""
+    if os.environ.get("TRITON_INTERPRET") != "1" and any(
+        "cpu" not in one.attention.capabilities.devices for one in claimed
+    ):
+        raise ConfigError("check=true without a GPU runs Triton kernels in its interpreter: set TRITON_INTERPRET=1")
 
 
 def read(path: Path) -> dict[str, Any]:

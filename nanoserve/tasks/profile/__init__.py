@@ -98,9 +98,7 @@ def run(job: Job) -> dict[str, Any]:
     options: Options = job.options
     if options.nvtx and not torch.cuda.is_available():
         raise ConfigError("nvtx=true marks ranges for nsys, which needs a CUDA device; leave it out to trace a CPU")
-    folder = None if options.output is None or options.nvtx else (job.folder or Path()) / options.output
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = None if options.output is None or options.nvtx else job.directory("output", options.output)
     with job.llm() as llm, _progress(4) as done:
         check(llm, options)
         phases = [prefill(llm, options, folder, done), decode(llm, options, folder, done)]

@@ -48,6 +48,7 @@ class SLOOptions:
 
 class SLOScheduler(Scheduler):
     options: SLOOptions
+    uses_priority = True
 
     def __init__(self, options: SLOOptions, limits: SchedulerLimits, blocks: Blocks) -> None:
         super().__init__(options, limits, blocks)
