@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -186,14 +186,16 @@ class Registry:
         names = {name for promised_kind, name in promises if promised_kind == kind}
         return sorted(names | {r.spec.name for r in self._registered if r.kind == kind})
 
-    def specs(self, kind: str) -> list[Any]:
-        """All working specs of a kind, sorted by name. Imports their plugins."""
-        return [registration.spec for registration in self.registrations(kind)]
+    def specs(self, kind: str, only: Collection[str] | None = None) -> list[Any]:
+        """All working specs of a kind, or ``only`` those of these names, sorted by name. Imports their plugins."""
+        return [registration.spec for registration in self.registrations(kind, only)]
 
-    def registrations(self, kind: str) -> list[Registration]:
+    def registrations(self, kind: str, only: Collection[str] | None = None) -> list[Registration]:
         """As :meth:`specs`, with where each comes from."""
         kept = []
         for name in self.names(kind):
+            if only is not None and name not in only:
+                continue
             self._load_promised(kind, name)
             kept += self._find(kind, name)[:1]
         self._warn_of_clashes(kind)

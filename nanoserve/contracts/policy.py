@@ -36,6 +36,11 @@ class SelectionPolicy(ABC):
     #: What messages call it, as ``policy=NAME of DISTRIBUTION VERSION``; the registry sets it.
     plugin: str = ""
 
+    def considers(self, phase: Phase) -> frozenset[str] | None:
+        """Names of the backends that it may choose; only these are imported and offered to ``select``, unless none of
+        them can serve. None: any that is installed. Asked when an engine is built."""
+        return None
+
     @abstractmethod
     def select(self, phase: Phase, shape: SelectionShape, candidates: tuple[str, ...]) -> str:
         """Name of the backend to run. ``candidates`` is never empty and the answer must be in it.

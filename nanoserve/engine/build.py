@@ -72,11 +72,11 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     graphs = device.type == "cuda" and not options.enforce_eager and kv_spec.capabilities.cuda_graph
     graph_tokens = min(options.graph_max_tokens, options.max_num_batched_tokens) if graphs else 0
     kv_options = registry.make_options("kvcache", kv_spec, config.kv.options)
-    candidates = candidates_for(registry, config.attention, need)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     policy_choice = config.policy_on(device_name, registry.config_paths_for)
     policy_spec = registry.get("policy", policy_choice.name)
     policy = policy_spec.factory(registry.make_options("policy", policy_spec, policy_choice.options))
+    candidates = candidates_for(registry, config.attention, need, policy)
     scheduler_spec = registry.get("scheduler", config.scheduler.name)
     scheduler_options = registry.make_options("scheduler", scheduler_spec, config.scheduler.options)
     grammar_spec = registry.get("grammar", config.grammar.name)

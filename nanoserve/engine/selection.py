@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from nanoserve.config import PluginChoice
 from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec
@@ -14,8 +14,11 @@ from nanoserve.registry import Registry
 AUTO = "auto"
 
 
-def candidates_for(registry: Registry, choice: PluginChoice, need: Requirements) -> dict[Phase, tuple[str, ...]]:
-    """Backends that may serve each phase.
+def candidates_for(
+    registry: Registry, choice: PluginChoice, need: Requirements, policy: SelectionPolicy | None = None
+) -> dict[Phase, tuple[str, ...]]:
+    """Backends that may serve each phase: what ``policy`` considers, or whatever is installed if none of that can serve
+    (or without a policy).
 
     ``attention=NAME`` fixes the phases that NAME implements and leaves the other to the policy. Raises PluginError with
     every reason, and the names that would work, when NAME cannot serve, or when nothing can.
@@ -37,7 +40,10 @@ def candidates_for(registry: Registry, choice: PluginChoice, need: Requirements)
                 )
             found[phase] = (chosen.name,)
             continue
-        working, refused = _accepting(registry, phase, need)
+        considered = None if policy is None else policy.considers(phase)
+        working, refused = _accepting(registry, phase, need, considered)
+        if not working and considered is not None:
+            working, refused = _accepting(registry, phase, need)
         if not working:
             why = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in refused.items())
             raise PluginError(f"no attention backend can run {phase} here:\n{why}")
@@ -45,9 +51,11 @@ def candidates_for(registry: Registry, choice: PluginChoice, need: Requirements)
     return found
 
 
-def _accepting(registry: Registry, phase: Phase, need: Requirements) -> tuple[list[str], dict[str, list[str]]]:
+def _accepting(
+    registry: Registry, phase: Phase, need: Requirements, only: Collection[str] | None = None
+) -> tuple[list[str], dict[str, list[str]]]:
     working, refused = [], {}
-    for spec in registry.specs("attention"):
+    for spec in registry.specs("attention", only):
         reasons = spec.capabilities.refusals(need, phase)
         if not spec.capabilities.full_attention:  # nobody gets other answers than the model's without asking for them
             reasons.append(f"does not attend to the whole context, so it must be chosen: attention={spec.name}")

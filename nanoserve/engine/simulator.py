@@ -213,6 +213,7 @@ class Replay(Simulator):
         self.step_time = step_time
         self.keep_marks = keep_marks
         self.vocab_size = vocab_size
+        self.workload = workload
         self.concurrency = workload.concurrency
         self.now = 0.0
         self.progress: list[Progress] = []
@@ -284,7 +285,9 @@ class Replay(Simulator):
             request = self._to_come.popleft()
             arrival = request.arrival if self.concurrency is None else self.now
             token_ids = prompt_token_ids_of(request, self.vocab_size)
-            seq = self.add(str(request.id), token_ids, request.output_len, arrival_time=arrival)
+            seq = self.add(
+                str(request.id), token_ids, request.output_len, priority=request.priority, arrival_time=arrival
+            )
             timeline = RequestTimeline(seq.request_id, arrival, request.prompt_len)
             self._unfinished[seq] = progress = Progress(timeline, self.num_steps - 1, arrival)
             self.progress.append(progress)

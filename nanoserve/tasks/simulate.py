@@ -109,7 +109,7 @@ def run(job: Job) -> dict[str, Any]:
     drive(replay)
     figures = summary(replay, options.objectives, timed=model is not None)
     print_summary(replay, figures, job.config, timed=model is not None)
-    priorities = [request.priority for request in replay.requests]
+    priorities = [request.priority for request in replay.workload.requests]
     classes = by_priority(priorities, [p.timeline for p in replay.progress], options.objectives)
     print_priorities(classes, timed=model is not None)
     for line in unused_priorities(replay.scheduler, priorities):
@@ -151,20 +151,7 @@ def run(job: Job) -> dict[str, Any]:
 # --- the run -----------------------------------------------------------------------------------------------------
 
 
-class Prioritised(Replay):
-    """Gives every request the priority that the workload says. requests: those of the workload."""
-
-    def __init__(self, make_scheduler: Any, limits: Any, blocks: Any, workload: Workload, **keywords: Any) -> None:
-        super().__init__(make_scheduler, limits, blocks, workload, **keywords)
-        self.requests = workload.requests
-
-    def add(self, request_id: str, *arguments: Any, **keywords: Any) -> Any:
-        return super().add(request_id, *arguments, priority=self.requests[int(request_id)].priority, **keywords)
-
-
-def make_replay(
-    config: EngineConfig, registry: Registry, options: Simulation, model: LatencyModel | None
-) -> Prioritised:
+def make_replay(config: EngineConfig, registry: Registry, options: Simulation, model: LatencyModel | None) -> Replay:
     """The composed scheduler, limits and pool, about to meet the workload."""
     engine = config.engine
     if engine.num_kv_blocks is None:
@@ -194,10 +181,10 @@ def _replay(
     *,
     overlap: bool,
     keep_marks: bool = False,
-) -> Prioritised:
+) -> Replay:
     spec = registry.get("scheduler", scheduler.name)
     scheduler_options = registry.make_options("scheduler", spec, scheduler.options)
-    return Prioritised(
+    return Replay(
         lambda limits, blocks: spec.factory(scheduler_options, limits, blocks),
         SchedulerLimits(engine.max_num_seqs, engine.max_num_batched_tokens, max_model_len),
         blocks,

@@ -70,7 +70,8 @@ class Row:
 
 @dataclass(frozen=True)
 class AutoConfig:
-    """table: rows in order. Where none applies, the first candidate runs."""
+    """table: rows in order, which name all backends that are considered, unless none of them can serve. Where none
+    applies, the first candidate runs."""
 
     table: tuple[Row, ...] = field(default=())
 
@@ -80,6 +81,10 @@ class AutoPolicy(SelectionPolicy):
         self._rows: dict[Phase, list[tuple[list[Callable[[SelectionShape], bool]], tuple[str, ...]]]] = {
             phase: [(_conditions(row.when), row.use) for row in options.table if row.phase == phase] for phase in PHASES
         }
+
+    def considers(self, phase: Phase) -> frozenset[str] | None:
+        """Those of the table: nobody's backend runs only because it has been installed."""
+        return frozenset(name for _, use in self._rows[phase] for name in use) or None
 
     def select(self, phase: Phase, shape: SelectionShape, candidates: tuple[str, ...]) -> str:
         for conditions, use in self._rows[phase]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from nanoserve.contracts.attention import AttentionBackend, AttentionContext, At
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.registry import Registry
 from nanoserve.testing.attention import AttentionBackendSuite, NoScalarReads
+from tests.helpers.distributions import Distributions
+from tests.helpers.distributions import distributions as distributions
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -30,6 +33,17 @@ installed = pytest.mark.skipif(
     bool(MISSING),
     reason="not installed; pip install --no-deps " + " ".join(f"./tests/third_party/nanoserve-{n}" for n in MISSING),
 )
+
+
+FULL_ATTENTION = """
+from dataclasses import replace
+from nanoserve.hookspecs import hookimpl
+from nanoserve_plugins.attention import sdpa
+
+@hookimpl
+def nanoserve_attention(register):
+    sdpa.nanoserve_attention(lambda spec: register(replace(spec, name="acme")))
+"""
 
 
 @dataclass(frozen=True)
@@ -154,6 +168,16 @@ def test_nobody_gets_a_window_who_did_not_ask_for_one() -> None:
         with LLM("tiny", attention=attention) as llm:
             chosen = llm.engine.runner.selector.candidates  # type: ignore[attr-defined]
             assert all("window" not in names for names in chosen.values()) and all(chosen.values())
+
+
+def test_auto_neither_imports_nor_considers_what_its_table_does_not_name(distributions: Distributions) -> None:
+    distributions.install("acme-dist", {"attention.acme": "acme_mod"}, acme_mod=FULL_ATTENTION)
+    with LLM("tiny", device="cpu") as llm:
+        assert "acme" not in llm.engine.runner.selector.candidates["decode"]  # type: ignore[attr-defined]
+    assert "acme_mod" not in sys.modules
+    table = [{"phase": "decode", "use": ["acme"]}]
+    with LLM("tiny", device="cpu", policy={"name": "auto", "table": table}) as llm:
+        assert llm.engine.runner.selector.candidates["decode"] == ("acme",)  # type: ignore[attr-defined]
 
 
 @installed
