@@ -65,17 +65,13 @@ class PagedV2SplitBackend(AttentionBackend):
         multiprocessors = gpu.multiprocessors if gpu else 1
         filling = [max(1, n * multiprocessors // context.num_kv_heads) for n in per_multiprocessor]
         self.few, self.many = [options.num_splits or programs for programs in filling]
-        self.whole = not self.quantized and options.num_splits is None
-        programs = max(self.many, context.max_num_seqs) if self.whole else self.many
-        self.work = WorkList(context, self.head_dim_padded, programs)
+        self.work = WorkList(context, self.head_dim_padded, self.many)
 
     def launch(self, num_seqs: int) -> tuple[int, bool]:
         """Programs per KV head, and whether these merge what they have cut: with more pieces, a second kernel is
         better."""
-        if num_seqs <= 2 * self.few:
-            return even_programs(self.few, num_seqs), num_seqs >= 8
-        # A program per sequence, or as much work where they differ: starting new ones hides the end of the old.
-        return num_seqs if self.whole else even_programs(self.many, num_seqs), True
+        programs = self.few if num_seqs <= 2 * self.few else self.many
+        return even_programs(programs, num_seqs), num_seqs >= 8
 
     def plan_decode(self, meta: DecodeMetadata) -> tuple[int, bool]:
         plan = programs, _ = self.launch(meta.num_seqs)

@@ -53,7 +53,7 @@ class Work:
         memory = self.num_bytes / device.bandwidth >= self.flops / device.matrix_rate
         share = self.seconds(device) / seconds
         ceiling = "memory bandwidth" if memory else "matrix rate"
-        if share > 1:
+        if share > 1.05:  # what repeats of the test differ by
             return f"at the {ceiling} ({share:.0%} of its test: a cache helps, or something disturbed the test)"
         if share < FAR:
             return f"neither: {share:.0%} of the {ceiling}"

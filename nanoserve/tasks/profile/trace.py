@@ -24,7 +24,7 @@ CLASSES = (
     ("sampling", r"chunk_kernel|pick_kernel|argmax|multinomial|topk|sort|exponential"),
     ("attention", r"flash|paged|int8_fused|hopper_decode|varlen|fmha|attention|attn|softmax|bmm|_plan\b|_merge\b"),
     ("attention", r"unpack_kernel"),
-    ("matrix products", r"gemm|gemv|nvjet|cutlass|xmma|splitk|skinny|_mm_|::mm\b|addmm|linear|matmul"),
+    ("matrix products", r"gemm|gemv|nvjet|cutlass|xmma|splitk|skinny|wgmma|_mm_|::mm\b|addmm|linear|matmul"),
     (
         "norms, rope, activations, cache",
         r"norm|rope|silu|store|rsqrt|elementwise|decode_inputs|index|gather|embedding|vectorized|"
