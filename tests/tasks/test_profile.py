@@ -89,7 +89,8 @@ def test_union() -> None:
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
-        ("nvjet_tst_64x8_64x16_4x2_v_bz_TNT", "matrix products"), ("skinny_kernel", "matrix products"), ("wgmma_kernel", "matrix products"),
+        ("nvjet_tst_64x8_64x16_4x2_v_bz_TNT", "matrix products"), ("skinny_kernel", "matrix products"),
+        ("wgmma_kernel", "matrix products"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16>", "matrix products"), ("flash_kernel", "attention"),
         ("hopper_decode_kernel", "attention"), ("_merge", "attention"), ("norm_rope_store_kernel", NORMS),
         ("rms_norm_kernel", NORMS), ("silu_and_mul_kernel", NORMS),
