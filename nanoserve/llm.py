@@ -208,7 +208,8 @@ class LLM:
         self.engine.abort(request_id)
         self._inbox.pop(request_id, None)
         if not self.engine.requests:  # nobody will step again to commit what is in flight
-            self._deliver(self.engine.drain())
+            self.engine.drain()
+            self._deliver(self.engine.report())
 
 
 class _Stream(Iterator[RequestOutput]):

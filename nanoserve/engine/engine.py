@@ -224,21 +224,38 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True while ``step`` has something to do or to report."""
-        return self._in_flight is not None or self.scheduler.has_unfinished or bool(self._dirty)
+        return self.can_step or self.has_reports
 
-    def drain(self) -> list[RequestOutput]:
-        """Commit the step in flight, if there is one, without starting another; reports as ``step`` does."""
+    @property
+    def can_step(self) -> bool:
+        """True while there is a step to launch or to commit."""
+        return self._in_flight is not None or self.scheduler.has_unfinished
+
+    @property
+    def has_reports(self) -> bool:
+        return bool(self._dirty)
+
+    def drain(self) -> None:
+        """Commit the step in flight, if there is one, without starting another."""
         self._commit_in_flight()
-        return self._report()
 
     # ---------------------------------------------------------------- the loop
 
     def step(self) -> list[RequestOutput]:
-        """Advance by one step. Returns what there is to report: deltas of streaming requests, results of ended ones."""
-        with self.watchdog:
-            return self._step()
+        """Advance by one step and report."""
+        self.advance()
+        return self.report()
 
-    def _step(self) -> list[RequestOutput]:
+    def advance(self) -> None:
+        """One step, whose news wait for ``report``."""
+        with self.watchdog:
+            self._step()
+
+    def report(self) -> list[RequestOutput]:
+        """What there is to say since the last call: deltas of streaming requests, results of ended ones."""
+        return self._report() if self._dirty else []
+
+    def _step(self) -> None:
         overlap = self.overlap and not self._num_history
         if self._in_flight is not None and not overlap:
             self._commit_in_flight()
@@ -253,7 +270,6 @@ class Engine:
             self._commit_in_flight()
         if self.debug:
             self.blocks.audit()
-        return self._report()
 
     def _schedule(self) -> Schedule:
         """What the scheduler decides. One that raises or breaks a rule costs its requests, not the engine."""
@@ -450,8 +466,6 @@ class Engine:
     # ---------------------------------------------------------------- reporting
 
     def _report(self) -> list[RequestOutput]:
-        if not self._dirty:
-            return []
         dirty, self._dirty = self._dirty, {}
         reports = []
         for request in dirty.values():

@@ -1,7 +1,8 @@
 """The far side: a process that owns an engine, takes commands and says after every step what it brought.
 
 The loop never waits for anybody but the engine: commands are taken in between steps, news are queued by ZeroMQ, and
-grammars are compiled by threads.
+grammars are compiled by threads. While the other side is busy with what it has been told, several steps are told
+as one: that spares both sides work when they have most of it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from nanoserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoserve.server.logs import json_logs
 from nanoserve.server.messages import (
     Abort,
+    Ack,
     Add,
     Close,
     Command,
@@ -49,7 +51,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoserve.engine")
 
-STATS_INTERVAL = 0.05  # seconds between news when there is nothing else to say
+STATS_INTERVAL = 0.05  # seconds between news when there is nothing else to say, or nobody has time to listen
+MAX_UNREAD = 2  # messages with reports that the other side has not passed on yet
 COMPILER_THREADS = 4  # a form that takes long to compile delays no other as long as one is idle
 
 
@@ -118,6 +121,7 @@ class EngineLoop:
         self._compiling: dict[Future[tuple[str, BaseException] | None], list[NewRequest]] = {}
         self._closing = False
         self._told = 0.0
+        self._unread = 0
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._bell, self._ring = os.pipe()  # a byte for every compilation that has ended
@@ -130,23 +134,31 @@ class EngineLoop:
     def run(self) -> None:
         engine, scorer = self._engine, self._scorer
         while True:
-            self._take_commands(wait=not (engine.has_work or scorer.has_work))
+            self._take_commands(
+                wait=not (engine.can_step or scorer.has_work or (engine.has_reports and self._may_tell))
+            )
             if self._closing:
                 return
-            reports = engine.step() if engine.has_work else []
+            if engine.can_step:
+                engine.advance()
             scores: list[Scores] = []
             if jobs := scorer.take():
-                reports += engine.drain()
+                engine.drain()
                 scores = self._score(jobs)
-            if self._aborted:
-                reports += self._aborted
-                self._aborted = []
-            if reports or scores or self._refusals or not engine.has_work or self._is_stale():
+            reports, self._aborted = self._aborted, []
+            if self._may_tell:
+                reports += engine.report()
+            if reports or scores or self._refusals or not engine.can_step or self._is_stale:
                 self._tell(reports, scores)
 
     def close(self) -> None:
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def _may_tell(self) -> bool:
+        return self._unread < MAX_UNREAD or self._is_stale
+
+    @property
     def _is_stale(self) -> bool:
         return time.perf_counter() - self._told > STATS_INTERVAL
 
@@ -183,6 +195,8 @@ class EngineLoop:
                     self._scorer.abort(request_id)
                 if self._compiling:
                     self._abort_compiling(request_ids)
+            case Ack():
+                self._unread -= 1
             case Close():
                 self._closing = True
 
@@ -276,6 +290,7 @@ class EngineLoop:
         self._told = now = time.perf_counter()
         step = Step([report(o) for o in reports], refusals, scores, stats, running, waiting, now)
         self._outbox.send(encode(step))
+        self._unread += bool(reports)
 
 
 def report(output: RequestOutput) -> Report:

@@ -47,11 +47,15 @@ class Abort(Struct, array_like=True, tag=True, gc=False):
     request_ids: list[str]
 
 
+class Ack(Struct, array_like=True, tag=True, gc=False):
+    """The reports of a step have been passed on."""
+
+
 class Close(Struct, array_like=True, tag=True, gc=False):
     """End everything and exit."""
 
 
-Command = Add | Score | Abort | Close
+Command = Add | Score | Abort | Ack | Close
 
 # --- from the engine -----------------------------------------------------------------------------------------------
 

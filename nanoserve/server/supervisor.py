@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import multiprocessing
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ import zmq
 from nanoserve.config import EngineConfig
 from nanoserve.contracts.errors import NanoserveError
 from nanoserve.server import engine_process
-from nanoserve.server.messages import Close, Command, Failed, Started, Step, decode_news, encode
+from nanoserve.server.messages import Ack, Close, Command, Failed, Started, Step, decode_news, encode
 
 MESSAGES_PER_TURN = 256  # read at once, so that a fast engine cannot keep the event loop from everything else
 CLOSE_TIMEOUT = 5.0  # seconds that the engine process gets to give its memory back
@@ -102,12 +103,19 @@ class EngineProcess:
             news = decode_news(message)
             if isinstance(news, Step):
                 self._on_news(self, news)
+                if news.reports:
+                    self._loop.call_soon(self._acknowledge)  # after the readers who have just been woken
             elif not self.started.done():
                 if isinstance(news, Failed):
                     self.started.set_exception(engine_process.error_named(news.kind, news.message))
                 else:
                     self.started.set_result(news)
         self._loop.call_soon(self._read)
+
+    def _acknowledge(self) -> None:
+        if not self._commands.closed:
+            with contextlib.suppress(EngineDeadError):
+                self.send(Ack())
 
     def _ended(self) -> None:
         self._loop.remove_reader(self._process.sentinel)

@@ -73,7 +73,7 @@ def instrumented(engine: Engine, span: Span, *, attention: bool = False) -> Iter
     calls = [
         (engine, "_schedule", "schedule"),
         (engine, "_commit_in_flight", "commit"),
-        (engine, "_report", "report"),
+        (engine, "report", "report"),
         (runner.builder, "build", "build"),
         (runner.sampler, "prepare", "build"),
     ]
