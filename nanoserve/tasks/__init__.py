@@ -50,7 +50,7 @@ class Job:
         """
         if name is None:
             return None
-        path = (self.folder or Path()) / name
+        path = self._place(key, name)
         if suffixes and path.suffix not in suffixes:
             raise ConfigError(f"{key}={name}: the file's name must end in {' or '.join(suffixes)}")
         _check_writable(f"{key}={name}", path, folder=False)
@@ -58,10 +58,17 @@ class Job:
 
     def directory(self, key: str, name: str) -> Path:
         """As :meth:`file`, for an option that names a folder; makes it."""
-        path = (self.folder or Path()) / name
+        path = self._place(key, name)
         _check_writable(f"{key}={name}", path, folder=True)
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def _place(self, key: str, name: str) -> Path:
+        if self.folder is not None and Path(name).is_absolute():
+            raise ConfigError(
+                f"{key}={name}: every job of a sweep would write there; a relative name goes into the job's own folder"
+            )
+        return (self.folder or Path()) / name
 
 
 def _check_writable(option: str, path: Path, folder: bool) -> None:

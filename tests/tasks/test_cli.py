@@ -259,6 +259,13 @@ def test_a_failed_job_leaves_its_traceback_in_its_folder(cli: Cli, monkeypatch: 
     assert "1 / 0" in json.loads(Path("sweep/0/result.json").read_text())["traceback"]
 
 
+def test_no_job_of_a_sweep_writes_over_another(cli: Cli, tmp_path: Path) -> None:
+    run = cli("task=capacity", "-m", "kv=bf16,int8", f"output={tmp_path}/x.json", "hydra.sweep.dir=sweep")
+    assert run.code == 1 and run.err.count("every job of a sweep would write there") == 2
+    assert cli("task=capacity", "-m", "kv=bf16,int8", "output=x.json", "hydra.sweep.dir=sweep").code == 0
+    assert Path("sweep/0/x.json").is_file() and Path("sweep/1/x.json").is_file()
+
+
 def test_older_results_in_the_same_folder_are_not_shown(cli: Cli) -> None:
     assert cli("-m", "prompt=ab", "engine.seed=1,2,3", "hydra.sweep.dir=sweep").code == 0
     old = Path("sweep/2/result.json")
