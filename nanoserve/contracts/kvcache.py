@@ -125,6 +125,15 @@ class KVCacheFormat(ABC):
             for i, layer in enumerate(self.layers):
                 _as_bytes(getattr(layer, field)).index_copy_(0, index, values[i].to(self.shape.device))
 
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Zero whole blocks: what a sequence with numbers that are not finite leaves must not reach their next owner,
+        whose kernels may read rows that it has not written yet."""
+        index = torch.tensor(list(block_ids), device=self.shape.device)
+        for layer in self.layers:
+            for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale):
+                if tensor is not None:
+                    _as_bytes(tensor).index_fill_(0, index, 0)
+
     def close(self) -> None:
         """Drop every tensor. The cache cannot be used afterwards."""
         self.layers = []

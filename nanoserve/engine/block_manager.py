@@ -62,7 +62,8 @@ class BlockManager(Blocks):
     """See :class:`nanoserve.contracts.scheduling.Blocks` for ``grant`` and ``release``, which schedulers call.
 
     The engine calls ``commit`` (or ``discard``) once per sequence and step, in the order of the steps, and after each
-    ``schedule()`` takes what changed since the last one: ``take_new_rows`` and ``take_table_updates``. Host work per
+    ``schedule()`` takes what changed since the last one: ``take_new_rows``, ``take_table_updates`` and
+    ``take_spoiled``. Host work per
     step is proportional to sequences and new blocks, never to context length.
 
     prefix_queries, prefix_hits: prompt tokens looked up and found, once per sequence. cache_evictions: hashed blocks
@@ -90,6 +91,8 @@ class BlockManager(Blocks):
         self._free_rows: list[int] = []
         self._new_rows: dict[int, Sequence] = {}
         self._updates: dict[tuple[int, int], int] = {}
+        self._spoiled: set[int] = set()
+        self._to_clear: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -179,6 +182,15 @@ class BlockManager(Blocks):
         """
         seq.num_hashed_blocks = _NEVER
         self.commit(seq, [])
+
+    def spoil(self, seq: Sequence) -> None:
+        """What ``seq`` has stored may not be finite: each of its blocks is to be cleared before it has a new owner."""
+        self._spoiled.update(seq.block_table)
+
+    def take_spoiled(self) -> list[int]:
+        """Blocks given to new owners since the last call that are to be cleared before the next step."""
+        taken, self._to_clear = self._to_clear, []
+        return taken
 
     def take_new_rows(self) -> list[Sequence]:
         """Sequences that were given the ``table_row`` they hold since the last call."""
@@ -284,6 +296,9 @@ class BlockManager(Blocks):
                 if not prefix.blocks:
                     del self._prefixes[prefix.hash]
                 self._prefix_of[block] = None
+            if block in self._spoiled:
+                self._spoiled.remove(block)
+                self._to_clear.append(block)
             self._append_block(seq, block)
 
     def _append_block(self, seq: Sequence, block: int) -> None:

@@ -341,6 +341,7 @@ class Engine:
         output: _Output = seq.state  # type: ignore[assignment]
         request = output.request
         if token < 0:
+            self.blocks.spoil(seq)
             return self._finish(seq, "error", error=getattr(seq.matcher, "fault", None) or NO_TOKEN)
         self._generation_tokens += 1
         if request.metrics.first_token_time is None:

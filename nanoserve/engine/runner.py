@@ -150,6 +150,8 @@ class ModelRunner:
         for seq in blocks.take_new_rows():
             self.sampler.set_row(seq.table_row, seq.params, seq.seed, seq)
         self.rows.reserve(blocks.num_rows)
+        if spoiled := blocks.take_spoiled():
+            self.kv.clear_blocks(spoiled)
         if self.decode_graphs is not None and not schedule.prefill and len(schedule.decode) <= self.max_num_seqs:
             blocks.take_table_updates()  # a decoding sequence gets at most its last block, which travels by itself
             decode: list[Sequence] = schedule.decode  # type: ignore[assignment]

@@ -296,6 +296,17 @@ class KVCacheFormatSuite:
                 assert torch.equal(theirs[target], mine[source])
                 assert torch.equal(theirs[untouched], was[untouched])
 
+    def test_clearing_blocks(self) -> None:
+        kv = self.build(num_layers=2)
+        for layer in kv.layers:
+            kv.store(layer, *self.normal(kv, 128), self.slots(kv, list(range(128))))
+        before = [snapshot(layer) for layer in kv.layers]
+        kv.clear_blocks([5, 0])
+        others = [1, 2, 3, 4, 6, 7]
+        for was, layer in zip(before, kv.layers, strict=True):
+            for old, new in zip(was, snapshot(layer), strict=True):
+                assert not new[[0, 5]].any() and torch.equal(new[others], old[others])
+
     def test_close_drops_every_tensor(self) -> None:
         kv = self.build()
         kv.close()

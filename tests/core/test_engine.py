@@ -459,6 +459,25 @@ def test_c41_a_nan_in_one_request_touches_no_neighbour(tiny_folder, rng):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_blocks_that_held_a_nan_are_cleared_for_their_next_owner(tiny_folder, rng, overlap):
+    """Some kernels read rows past a context's end, times a probability of 0, and 0 · NaN is NaN."""
+    options = {"overlap": overlap, "num_kv_blocks": 8, "block_size": 16, "enable_prefix_caching": False}
+    with make(tiny_folder[0], **options) as llm:
+        model, kv = llm.engine.runner.model, llm.engine.runner.kv
+        row, model.lm_head = model.embed_tokens[77].clone(), model.embed_tokens.clone()
+        model.embed_tokens[77] = float("nan")
+
+        def num_spoiled():
+            return int(kv.layers[-1].v.isnan().flatten(1).any(1).sum())
+
+        assert llm.generate([[77, *random_prompt(rng, 40)]], GREEDY)[0].finish_reason == "error"
+        assert num_spoiled() == 3
+        model.embed_tokens[77] = row
+        assert llm.generate([random_prompt(rng, 5)], replace(GREEDY, max_tokens=4))[0].finish_reason == "length"
+        assert num_spoiled() == 2
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_a_failing_step_ends_its_own_requests_and_the_engine_lives(tiny_folder, rng, overlap):
     folder, oracle = tiny_folder
     with make(folder, overlap=overlap, num_kv_blocks=20) as llm:
