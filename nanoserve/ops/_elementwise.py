@@ -7,14 +7,11 @@ the kernel before is touched only after ``gdc_wait``. The interpreter and older 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from nanoserve.ops.decode_inputs import DecodeInputs
 
 
 def supports_pdl(x: torch.Tensor) -> bool:
@@ -173,9 +170,9 @@ def decode_inputs(
     table: torch.Tensor,
     last_tokens: torch.Tensor,
     block_size: int,
-    out: DecodeInputs,
+    outputs: Sequence[torch.Tensor],
 ) -> None:
-    """See ``nanoserve.ops.decode_inputs``."""
+    """See ``nanoserve.ops.decode_inputs``. outputs: the fields of a ``DecodeInputs``."""
     width = table.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     pdl = supports_pdl(table)
@@ -185,10 +182,7 @@ def decode_inputs(
         last_blocks,
         table,
         last_tokens,
-        out.input_ids,
-        out.positions,
-        out.slot_mapping,
-        out.block_table,
+        *outputs,
         WIDTH=width,
         BLOCK_SIZE=block_size,
         BLOCK=block,

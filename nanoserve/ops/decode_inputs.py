@@ -47,7 +47,8 @@ def decode_inputs(
     if table.is_cuda:
         from nanoserve.ops import _elementwise
 
-        _elementwise.decode_inputs(rows, context_lens, last_blocks, table, last_tokens, block_size, out)
+        outputs = out.input_ids, out.positions, out.slot_mapping, out.block_table
+        _elementwise.decode_inputs(rows, context_lens, last_blocks, table, last_tokens, block_size, outputs)
     else:
         decode_inputs_reference(rows, context_lens, last_blocks, table, last_tokens, block_size, out)
 
