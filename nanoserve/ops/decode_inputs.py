@@ -19,6 +19,10 @@ class DecodeInputs:
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.input_ids, self.positions, self.slot_mapping, self.block_table
+
     @classmethod
     def empty(cls, batch: int, width: int, device: torch.device) -> DecodeInputs:
         """Zeros: padding reads block 0 at most, whatever the memory held before."""
@@ -47,8 +51,7 @@ def decode_inputs(
     if table.is_cuda:
         from nanoserve.ops import _elementwise
 
-        outputs = out.input_ids, out.positions, out.slot_mapping, out.block_table
-        _elementwise.decode_inputs(rows, context_lens, last_blocks, table, last_tokens, block_size, outputs)
+        _elementwise.decode_inputs(rows, context_lens, last_blocks, table, last_tokens, block_size, out.tensors)
     else:
         decode_inputs_reference(rows, context_lens, last_blocks, table, last_tokens, block_size, out)
 

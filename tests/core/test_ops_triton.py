@@ -85,13 +85,16 @@ def test_decode_inputs(width):
     last_tokens = torch.randint(0, 500, (num_rows,), generator=generator).int()
     last_blocks = torch.arange(1000, 1000 + len(contexts)).int()
     states = []
-    for function in (_elementwise.decode_inputs, decode_inputs_reference):
+    for function, as_taken in (
+        (_elementwise.decode_inputs, lambda x: x.tensors),
+        (decode_inputs_reference, lambda x: x),
+    ):
         mine = table.clone().to(DEVICE)
         out = DecodeInputs.empty(len(contexts), width, torch.device(DEVICE))
         out.block_table.fill_(-7)
         step = [x.to(DEVICE, torch.int32) for x in (rows, torch.tensor(contexts), last_blocks)]
-        function(*step, mine, last_tokens.to(DEVICE), block_size, out)
-        states.append([x.cpu() for x in (out.input_ids, out.positions, out.slot_mapping, out.block_table, mine)])
+        function(*step, mine, last_tokens.to(DEVICE), block_size, as_taken(out))
+        states.append([x.cpu() for x in (*out.tensors, mine)])
     assert all(map(torch.equal, *states))
 
     input_ids, positions, slots, block_table, after = states[0]
@@ -226,7 +229,7 @@ def launches():
         "wide norm": lambda: _elementwise.rms_norm(tensor(1, 4096), tensor(4096), 1e-6),
         "silu": lambda: _elementwise.silu_and_mul(tensor(2048, 6144)),
         "decode inputs": lambda: _elementwise.decode_inputs(
-            *vectors[:3], tensor(9, 2560, dtype=int32), tensor(9, dtype=int32), 16, inputs
+            *vectors[:3], tensor(9, 2560, dtype=int32), tensor(9, dtype=int32), 16, inputs.tensors
         ),
         "sample": lambda: sample(
             tensor(8, 151936), tensor(8, dtype=fp32), tensor(8, dtype=fp32), vectors[3], vectors[2]
