@@ -34,7 +34,7 @@ from nanoserve.contracts.errors import NanoserveError, PluginError
 
 log = logging.getLogger("nanoserve")
 
-#: Seconds after which a log line names the plugin that is still being imported.
+#: Seconds after which a log line names the plugin that is still being imported, or whose factory still runs.
 SLOW_IMPORT = 10.0
 
 
@@ -415,8 +415,8 @@ def _refuse_other_contract(source: Source, stated: Any) -> None:
 
 
 @contextmanager
-def _reported_when_slow(source: Source) -> Iterator[None]:
-    message = f"plugin {source} is still being imported after {SLOW_IMPORT:g} s; Ctrl-C stops it, "
+def _reported_when_slow(source: Source, what: str = "is still being imported") -> Iterator[None]:
+    message = f"plugin {source} {what} after {SLOW_IMPORT:g} s; Ctrl-C stops it, "
     message += f"NANOSERVE_DISABLE_PLUGINS={source.entry_point} skips it"
     timer = threading.Timer(SLOW_IMPORT, log.warning, [message])
     timer.daemon = True
@@ -457,10 +457,11 @@ def _checked(kind: str, spec: Any, source: Source) -> Any:
 
     def factory(*arguments: Any) -> Any:
         try:
-            product = make(*arguments)
+            with _reported_when_slow(source, f"is still building {kind} {spec.name!r}"):
+                product = make(*arguments)
         except (NanoserveError, MemoryError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"
             raise PluginError(f"{kind} {spec.name!r} ({source}): its factory failed: {reason}") from error
         if not isinstance(product, product_class):

@@ -70,6 +70,10 @@ class Capabilities:
     full_attention: bool = True
     requires: tuple[str, ...] = field(default=())
 
+    def __post_init__(self) -> None:
+        if unknown := self.phases - {*PHASES}:
+            raise ValueError(f"phases: {_words(sorted(unknown))} is none; they are {_words(PHASES)}")
+
     def refusals(self, need: Requirements, phase: Phase | None = None) -> list[str]:
         """Every reason why this component cannot serve ``need`` (and ``phase``, if given); empty if it can."""
         no: list[str] = []

@@ -20,7 +20,7 @@ from nanoserve.contracts.scheduling import SchedulerLimits
 from nanoserve.engine.batch import BatchBuilder, RowState
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.engine import Engine
-from nanoserve.engine.guard import block_bytes, check_cache
+from nanoserve.engine.guard import block_bytes, check_cache, check_methods
 from nanoserve.engine.memory import blocks_on_cpu, blocks_on_gpu, peak_forward_bytes, pool_in_words
 from nanoserve.engine.runner import ModelRunner
 from nanoserve.engine.sampler import Sampler
@@ -127,6 +127,7 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     blocks = BlockManager(num_blocks, options.block_size, options.enable_prefix_caching)
     limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)
     scheduler = scheduler_spec.factory(scheduler_options, limits, blocks)
+    check_methods(scheduler, {"schedule": 0, "commit": 1})
     context = AttentionContext(
         num_q_heads=model.num_q_heads,
         num_kv_heads=model.num_kv_heads,

@@ -13,7 +13,7 @@ from nanoserve.contracts.observer import EngineInfo, Observer
 from nanoserve.contracts.scheduling import Schedule, Scheduler, Status, StepResult
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.detokenizer import OutputText
-from nanoserve.engine.guard import Watchdog, failure
+from nanoserve.engine.guard import FAULTS, Watchdog, broken_rule, failure
 from nanoserve.engine.runner import InFlight, Runner
 from nanoserve.engine.sampler import child_seed
 from nanoserve.engine.sequence import Sequence
@@ -276,16 +276,11 @@ class Engine:
         self.scheduler.now = time.perf_counter()
         try:
             schedule = self.scheduler.schedule()
-        except Exception as error:
+        except FAULTS as error:
             log.exception("the scheduler failed")
             return self._scheduler_failed(f"raised {type(error).__name__}: {error}")
-        if not isinstance(schedule, Schedule):
-            return self._scheduler_failed(f"returned {type(schedule).__name__}, not a Schedule")
-        if schedule.prefill or len(schedule.decode) > 1:
-            chosen = [*schedule.decode, *(seq for seq, _ in schedule.prefill)]
-            if len(set(map(id, chosen))) != len(chosen):
-                return self._scheduler_failed("chose a sequence twice in one step")
-        return schedule
+        fault = broken_rule(schedule)
+        return schedule if fault is None else self._scheduler_failed(fault)
 
     def _launch(self, schedule: Schedule) -> InFlight | None:
         self._steps += 1
@@ -298,7 +293,7 @@ class Engine:
             self._observe_step(schedule, now)
         try:
             return self.runner.launch(schedule)
-        except Exception as error:
+        except FAULTS as error:
             log.exception("a step failed; its requests end with an error")
             self._fail([*schedule.decode, *(seq for seq, _ in schedule.prefill)], error)  # type: ignore[list-item]
             return None
@@ -310,7 +305,7 @@ class Engine:
             return
         try:
             tokens = step.wait()
-        except Exception as error:
+        except FAULTS as error:
             log.exception("a step failed; its requests end with an error")
             self._fail([*step.sampled, *step.chunks], error)
             return
@@ -421,7 +416,7 @@ class Engine:
             total = sum(seq.num_output_tokens for seq in request.sequences)
             self._notify(observer, "request_finished", request.id, reason, total, now)
 
-    def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
+    def _fail(self, sequences: Iterable[Sequence], error: BaseException) -> None:
         """A step failed: end its sequences, give their blocks back, leave every other request alone."""
         sequences = list(sequences)
         alive = [seq for seq in sequences if seq.status != Status.FINISHED]
@@ -520,7 +515,7 @@ class Engine:
     def _notify(self, observer: Observer, event: str, *args: object) -> None:
         try:
             getattr(observer, event)(*args)
-        except Exception:
+        except FAULTS:
             log.exception("observer %s failed in %s and is dropped", type(observer).__name__, event)
             self.observers.remove(observer)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import FrameType, TracebackType
 
 import torch
@@ -17,10 +18,12 @@ from nanoserve.contracts.attention import AttentionBackend
 from nanoserve.contracts.errors import PluginError
 from nanoserve.contracts.kvcache import KVCacheFormat
 from nanoserve.contracts.policy import SelectionPolicy
-from nanoserve.contracts.scheduling import Scheduler
+from nanoserve.contracts.scheduling import Schedule, Scheduler
 
 log = logging.getLogger("nanoserve")
 
+#: What a plugin's code may raise without ending more than what it was asked for: a library that calls sys.exit too.
+FAULTS = (Exception, SystemExit)
 COMPONENTS = (AttentionBackend, KVCacheFormat, Scheduler, SelectionPolicy)
 
 
@@ -41,14 +44,38 @@ def failure(error: BaseException) -> str:
     return f"{where}: {what}" if where and where not in what else what
 
 
+def broken_rule(schedule: object) -> str | None:
+    """What is wrong with a scheduler's answer, as the rest of a sentence; None if it is a schedule that can run."""
+    if not isinstance(schedule, Schedule):
+        return f"returned {type(schedule).__name__}, not a Schedule"
+    chosen = [*schedule.decode, *(seq for seq, _ in schedule.prefill)]
+    if len(chosen) > 1 and len(set(map(id, chosen))) != len(chosen):
+        return "chose a sequence twice in one step"
+    if not all(seq.block_table for seq in chosen):  # type: ignore[attr-defined]
+        return "chose a sequence that it had not granted tokens (Blocks.grant)"
+    return None
+
+
+def check_methods(component: object, arguments: Mapping[str, int]) -> None:
+    """Raise PluginError unless each method of ``component`` can be called with so many arguments."""
+    for name, count in arguments.items():
+        signature = inspect.signature(getattr(component, name))
+        try:
+            signature.bind(*[None] * count)
+        except TypeError as error:
+            who = getattr(component, "plugin", "") or type(component).__name__
+            raise PluginError(f"{who}: {name}{signature} must take {count} arguments: {error}") from None
+
+
 def check_cache(kv: KVCacheFormat) -> None:
     """Ask a fresh cache for two tokens. Raises PluginError for an answer of another shape or dtype than promised."""
+    check_methods(kv, {"store": 4, "gather": 2})
     shape = kv.shape
     if len(kv.layers) != shape.num_layers:
         raise PluginError(f"{kv.plugin}: allocate made {len(kv.layers)} layers, the model has {shape.num_layers}")
     try:
         answer = kv.gather(kv.layers[0], torch.zeros(2, dtype=torch.int32, device=shape.device))
-    except Exception as error:
+    except FAULTS as error:
         raise PluginError(f"{kv.plugin}: gather failed: {type(error).__name__}: {error}") from error
     expected = f"two tensors [2, {shape.num_kv_heads}, {shape.head_dim}] {shape.dtype}"
     if not isinstance(answer, tuple) or len(answer) != 2:

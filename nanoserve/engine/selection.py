@@ -9,6 +9,7 @@ from nanoserve.contracts.attention import AttentionBackend, AttentionContext, At
 from nanoserve.contracts.capabilities import PHASES, Phase, Requirements
 from nanoserve.contracts.errors import ConfigError, PluginError
 from nanoserve.contracts.policy import SelectionPolicy, SelectionShape
+from nanoserve.engine.guard import check_methods
 from nanoserve.registry import Registry
 
 AUTO = "auto"
@@ -110,6 +111,10 @@ def make_builder(
     def build(name: str) -> AttentionBackend:
         spec = registry.get("attention", name)
         options = registry.make_options("attention", spec, choice.options if name == choice.name else {})
-        return spec.factory(context, options)
+        backend = spec.factory(context, options)
+        counts = {"prefill": {"plan_prefill": 1, "prefill": 6}, "decode": {"plan_decode": 1, "decode": 4}}
+        for phase in spec.capabilities.phases:
+            check_methods(backend, counts[phase])
+        return backend
 
     return build

@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 from nanoserve.contracts.errors import CapacityError, PluginError
 from nanoserve.contracts.scheduling import Schedule, Scheduler, SchedulerLimits, Status, StepResult
 from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.guard import broken_rule
 from nanoserve.engine.sequence import Sequence
 from nanoserve.metrics import RequestTimeline
 from nanoserve.workload import Request, Workload
@@ -94,6 +95,8 @@ class Simulator:
         """Schedule a step and hand it to the device. The schedule may be empty; then nothing was launched."""
         self.scheduler.now = self.clock()
         schedule = self.scheduler.schedule()
+        if (fault := broken_rule(schedule)) is not None:
+            raise PluginError(f"{self.scheduler.plugin or type(self.scheduler).__name__} {fault}")
         if schedule:
             self.in_flight.append(list(zip(scheduled(schedule), self.device(schedule), strict=True)))
             self.num_steps += 1

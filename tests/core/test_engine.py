@@ -498,6 +498,16 @@ def test_a_failing_step_ends_its_own_requests_and_the_engine_lives(tiny_folder, 
         assert is_greedy(oracle, good, llm.generate([good], GREEDY)[0].token_ids)
 
 
+def test_a_scheduler_that_grants_nothing_is_named(tiny_folder):
+    with make(tiny_folder[0]) as llm:
+        scheduler = llm.engine.scheduler
+        scheduler.schedule = lambda: Schedule(prefill=[(seq, 1) for seq in scheduler.waiting])
+        (output,) = llm.generate([[1, 2, 3]], GREEDY)
+        assert output.outputs[0].error == (
+            "scheduler 'decode_first' chose a sequence that it had not granted tokens (Blocks.grant)"
+        )
+
+
 def test_a_scheduler_that_schedules_nothing_is_an_error_not_a_hang(tiny_folder):
     with make(tiny_folder[0]) as llm:
         llm.engine.scheduler.schedule = Schedule

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import torch
 import nanoserve.registry
 from nanoserve import LLM, PluginError, SamplingParams
 from nanoserve.contracts import CONTRACT_VERSION
+from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.observer import Observer
 from nanoserve.hookspecs import hookimpl
 from nanoserve.registry import PluginWarning, Registry
@@ -142,11 +144,11 @@ def wrong_shape(self, q, layer, meta, out):
     out.copy_(torch.zeros(q.shape[0] + 1, *q.shape[1:]))
 
 
-def third_call_fails(method: str) -> Any:
+def third_call_fails(method: str, error: type[BaseException] = ZeroDivisionError) -> Any:
     def broken(self, *arguments, **keywords):
         self.calls = getattr(self, "calls", 0) + 1
         if self.calls == 3:
-            raise ZeroDivisionError("in step 3")
+            raise error("in step 3")
         return getattr(super(type(self), self), method)(*arguments, **keywords)
 
     return broken
@@ -160,6 +162,12 @@ RUNTIME = {
         "sdpa",
         {"plan_decode": third_call_fails("plan_decode")},
         "attention=bad of.*step 3",
+    ),
+    "exits in step 3": (
+        "attention",
+        "sdpa",
+        {"plan_decode": third_call_fails("plan_decode", SystemExit)},
+        "attention=bad of.*SystemExit: in step 3",
     ),
     "raises in prefill": (
         "attention",
@@ -252,20 +260,48 @@ def test_a_format_that_answers_wrongly_is_refused_before_the_first_request(fault
         llm(inline("kvcache", "bf16", "bad", **methods), kv="bad", num_kv_blocks=40)
 
 
-def test_a_factory_that_raises_is_named() -> None:
+@pytest.mark.parametrize("error", [OSError("no disk"), SystemExit("no disk")], ids=repr)
+def test_a_factory_that_raises_is_named(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one that takes its time, while it does."""
+    monkeypatch.setattr(nanoserve.registry, "SLOW_IMPORT", 0.05)
     plugin = inline("scheduler", "decode_first", "bad")
-    plugin.nanoserve_scheduler = failing_factory()
-    with pytest.raises(PluginError, match=r"scheduler 'bad' .*\(inline\).*: its factory failed: OSError: no disk"):
+    plugin.nanoserve_scheduler = failing_factory(error)
+    with pytest.raises(
+        PluginError, match=rf"scheduler 'bad' .*\(inline\).*: its factory failed: {type(error).__name__}"
+    ):
         llm(plugin, scheduler="bad")
+    assert re.search(r"\(inline\).* is still building scheduler 'bad' after", caplog.text)
 
 
-def failing_factory() -> Any:
+@pytest.mark.parametrize(
+    ("kind", "base", "methods", "message"),
+    [
+        ("attention", "sdpa", {"decode": lambda self, q, meta, out: None}, r"decode\(q, meta, out\) must take 4"),
+        ("kvcache", "bf16", {"store": lambda self, layer, k, v: None}, r"store\(layer, k, v\) must take 4"),
+        ("scheduler", "decode_first", {"schedule": lambda self, now: None}, r"schedule\(now\) must take 0"),
+    ],
+)
+def test_a_method_that_cannot_be_called_is_refused_at_once(kind: str, base: str, methods: Any, message: str) -> None:
+    group = "kv" if kind == "kvcache" else kind
+    with pytest.raises(PluginError, match=f"{group}=bad of .inline. 1: {message}"):
+        llm(inline(kind, base, "bad", **methods), **{group: "bad"})
+
+
+def test_a_phase_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="phases: prefil is none; they are prefill, decode"):
+        Capabilities(phases=frozenset({"prefil", "decode"}))  # type: ignore[arg-type]
+
+
+def failing_factory(error: BaseException) -> Any:
     from dataclasses import replace
 
     spec = Registry.discover().get("scheduler", "decode_first")
 
     def factory(*_: Any) -> Any:
-        raise OSError("no disk")
+        time.sleep(0.2)
+        raise error
 
     @hookimpl
     def nanoserve_scheduler(register: Any) -> None:
