@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from nanoserve.config import EngineConfig
-from nanoserve.contracts.errors import NanoserveError, RequestError
+from nanoserve.contracts.errors import CapacityError, NanoserveError, RequestError
 from nanoserve.contracts.observer import EngineInfo
 from nanoserve.outputs import EngineStats
 from nanoserve.registry import Registry
@@ -182,7 +182,8 @@ class AsyncLLM:
         prompt: text or token ids. text: what the ids were made from, for ``RequestOutput.prompt``. priority: lower is
         more urgent; refused by a scheduler that does not use it. Leaving the loop, cancelling it, or forgetting the
         stream aborts the request. Refusals (RequestError, CapacityError), a grammar plugin's bugs (PluginError) and the
-        death of the engine (EngineDeadError) are raised where the stream is awaited.
+        death of the engine (EngineDeadError) are raised where the stream is awaited; a prompt of the wrong type or
+        longer than the context is refused at once.
         """
         return self.generate_many([prompt], [_checked(params)], stream=stream, texts=[text], priority=priority)
 
@@ -197,7 +198,10 @@ class AsyncLLM:
     ) -> Stream:
         """Several requests in one stream, told apart by ``Stream.request_ids``; they are aborted together."""
         engine = self._ready()
-        tokenized = [self._tokenize(prompt, None if texts is None else texts[i]) for i, prompt in enumerate(prompts)]
+        wheres = [f"prompt {i}: " if len(prompts) > 1 else "" for i in range(len(prompts))]
+        tokenized = [
+            self._tokenize(prompt, None if texts is None else texts[i], wheres[i]) for i, prompt in enumerate(prompts)
+        ]
         if len(params) != len(prompts):
             raise RequestError(f"{len(params)} SamplingParams for {len(prompts)} prompts; give one for each")
         if type(priority) is not int or not -MAX_PRIORITY <= priority < MAX_PRIORITY:
@@ -205,8 +209,7 @@ class AsyncLLM:
         inbox = Inbox()
         now = time.perf_counter()
         for i, ((prompt, ids), own) in enumerate(zip(tokenized, params, strict=True)):
-            where = f"prompt {i}: " if len(prompts) > 1 else ""
-            inbox.requests.append(RequestInFlight(str(next(self._ids)), where, prompt, ids, own, inbox, now))
+            inbox.requests.append(RequestInFlight(str(next(self._ids)), wheres[i], prompt, ids, own, inbox, now))
         try:
             engine.send(Add([NewRequest(r.id, r.prompt_token_ids, r.params, stream, priority) for r in inbox.requests]))
         except (OverflowError, UnicodeEncodeError) as error:  # what MessagePack cannot hold
@@ -216,21 +219,35 @@ class AsyncLLM:
             self.num_sequences += request.params.n
         return Stream(inbox, self._abort)
 
-    async def score(self, prompt: Prompt, num_top: int = 0) -> list[TokenLogprobs]:
+    async def score(self, prompt: Prompt, num_top: int = 0, *, counted: bool = True) -> list[TokenLogprobs]:
         """Log-probabilities of a prompt's own tokens but the first: one ``{token_id: logprob}`` each.
 
-        The token itself is in it, with the ``num_top`` most likely ones. Cancelling gives it up.
+        The token itself is in it, with the ``num_top`` most likely ones. Cancelling gives it up. counted: the metrics
+        count it as a request without output; off where a request that generates from the same prompt counts already.
         """
         engine = self._ready()
         if type(num_top) is not int or not 0 <= num_top <= MAX_LOGPROBS:
             raise RequestError(f"num_top must be an integer in 0 … {MAX_LOGPROBS}, not {num_top!r}")
+        arrival = time.perf_counter()
+        ids = self._tokenize(prompt, None)[1]
         request_id = str(next(self._ids))
         future = self._scores[request_id] = asyncio.get_running_loop().create_future()
         self.num_sequences += 1
+        reason: str | None = "error"
         try:
-            engine.send(Score(request_id, self._tokenize(prompt, None)[1], num_top))
-            return await future
+            engine.send(Score(request_id, ids, num_top))
+            scores = await future
+            reason = "length"
+            return scores
+        except asyncio.CancelledError:
+            reason = "abort"
+            raise
+        except RequestError:
+            reason = None
+            raise
         finally:
+            if counted and reason is not None:
+                self.metrics.scored(len(ids), reason, time.perf_counter() - arrival)
             if self._scores.pop(request_id, None) is not None:
                 self.num_sequences -= 1
             if not future.done() or future.cancelled():
@@ -262,9 +279,15 @@ class AsyncLLM:
             raise RequestError(f"{what}: this model has no tokenizer; give a prompt of token ids")
         return self.tokenizer
 
-    def _tokenize(self, prompt: Prompt, text: str | None) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: Prompt, text: str | None, where: str = "") -> tuple[str | None, list[int]]:
+        """Text and token ids. where: what a refusal of its length begins with. Length first: it holds up nobody."""
         if isinstance(prompt, str):
-            return prompt, self._with_tokenizer().encode(prompt)
+            text, prompt = prompt, self._with_tokenizer().encode(prompt)
+        if isinstance(prompt, list) and len(prompt) >= (limit := self.info.max_model_len):
+            raise CapacityError(
+                f"{where}the prompt has {len(prompt)} tokens; max_model_len is {limit}, "
+                f"so a prompt may have at most {limit - 1} and leave room for one token"
+            )
         if not isinstance(prompt, list) or not all(type(token) is int and 0 <= token < 2**63 for token in prompt):
             raise RequestError("prompt must be a string or a list of token ids, which are integers >= 0")
         return text, prompt

@@ -111,7 +111,8 @@ class GrammarCompiler(ABC):
 
         May be called by several threads at once, beside the one that steps: native code should not hold the
         interpreter lock. Raises ValueError with the reason for a form that is wrong, not supported, too large, or that
-        no text has. Bounds its own time: hundredths of a second, not seconds.
+        no text has, also where only the first mask or the first token would show it: in the loop that steps, others
+        wait. Bounds its own time, and that of every mask: hundredths of a second, not seconds.
         """
 
 

@@ -348,7 +348,8 @@ class Engine:
             try:
                 seq.matcher.accept(token)
             except Exception as error:
-                log.exception("a grammar failed")
+                if not isinstance(error, ValueError):  # which says that the form turned out to be too much
+                    log.exception("a grammar failed")
                 return self._finish(seq, "error", error=f"structured.{seq.params.structured.field}: {error}")  # type: ignore[union-attr]
         if output.incremental:
             try:

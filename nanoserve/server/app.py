@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -41,9 +41,12 @@ from nanoserve.server.protocol import (
 
 log = logging.getLogger("nanoserve.server")
 
+Endpoint = Callable[..., Coroutine[Any, Any, Response]]
+
 CHAT_PATH = "/v1/chat/completions"
 SHUTTING_DOWN = "the server is shutting down"
 RETRY_AFTER = {"retry-after": "1"}  # seconds; a place is free as soon as any request ends
+LARGE_BODY = 256 << 10  # bytes from which a body is parsed in a thread
 
 
 @dataclasses.dataclass
@@ -79,6 +82,17 @@ class Serving:
         self.draining = True
         await self.llm.close(SHUTTING_DOWN)
 
+    @property
+    def limit(self) -> int:
+        """Sequences that the queue holds, those that run included."""
+        return self.llm.config.engine.max_num_seqs + self.max_queue
+
+    def sizes(self) -> dict[str, int]:
+        """What ``protocol.decode`` refuses at once; nothing before the engine is known."""
+        if not self.llm.has_started:
+            return {}
+        return {"max_model_len": self.llm.info.max_model_len, "max_prompts": self.limit}
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
             message = f"the model {name!r} does not exist; this server has {self.model_name!r}"
@@ -89,7 +103,7 @@ class Serving:
         if self.state != "ready":
             message = SHUTTING_DOWN if self.state in ("draining", "closed") else f"the server is {self.state}"
             raise ApiError(503, message, code="not_ready", headers=RETRY_AFTER)
-        limit = self.llm.config.engine.max_num_seqs + self.max_queue
+        limit = self.limit
         if num_sequences > limit:
             raise ApiError(400, f"n: the request asks for {num_sequences} sequences; the queue holds {limit}", "n")
         if self.llm.num_sequences + num_sequences > limit:
@@ -219,9 +233,10 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
         async with asyncio.timeout_at(exchange.deadline):
             prompts = [await llm.encode(p) if isinstance(p, str) else p for p in given]
             texts = [_text_of(prompt, serving, params) for prompt in given] if request.echo else []
+            serving.admit(len(prompts) * params.n)  # again after each await: others may have come in between
             scores = None
             if request.echo and request.logprobs is not None:
-                scores = await _score(llm, prompts, request.logprobs)
+                scores = await _score(llm, prompts, request.logprobs, counted=request.max_tokens == 0)
                 serving.admit(len(prompts) * params.n)
             only_prompts = request.max_tokens == 0
             to_run = [] if only_prompts else prompts
@@ -268,7 +283,11 @@ async def _parse(http: Request, kind: type[Any], serving: Serving) -> Any:
         message = f"Content-Encoding: {encodings} is not supported; send the body as it is"
         raise ApiError(415, message, headers={"accept-encoding": "identity"})
     body = await http.body()
-    request = protocol.decode(body, kind)
+    sizes = serving.sizes()
+    if len(body) < LARGE_BODY:
+        request = protocol.decode(body, kind, **sizes)
+    else:
+        request = await asyncio.to_thread(protocol.decode, body, kind, **sizes)
     fields = Exchange.of(http.scope).fields
     if isinstance(request, GenerationRequest):
         fields |= {
@@ -302,9 +321,11 @@ def _only_prompts(answer: CompletionAnswer, stream: bool, exchange: Exchange) ->
     return Response(event(response) + answer.end(), media_type="text/event-stream")
 
 
-async def _score(llm: AsyncLLM, prompts: list[list[int]], num_top: int) -> list[list[TokenLogprobs]]:
+async def _score(llm: AsyncLLM, prompts: list[list[int]], num_top: int, counted: bool) -> list[list[TokenLogprobs]]:
     """All at once, so that the engine can put short ones into one launch."""
-    scores = await asyncio.gather(*(llm.score(ids, num_top) for ids in prompts), return_exceptions=True)
+    scores = await asyncio.gather(
+        *(llm.score(ids, num_top, counted=counted) for ids in prompts), return_exceptions=True
+    )
     for score in scores:
         if isinstance(score, BaseException):
             raise score
@@ -368,51 +389,58 @@ def _add_operations(app: FastAPI, serving: Serving) -> None:
     llm = serving.llm
     created = int(llm.metrics.start_time)
 
+    def get(path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+        """``app.get``, and HEAD as well."""
+
+        def add(endpoint: Endpoint) -> Endpoint:
+            app.head(path, include_in_schema=False)(endpoint)
+            return app.get(path, **options)(endpoint)
+
+        return add
+
     def card() -> protocol.ModelCard:
         return protocol.ModelCard(serving.model_name, "model", created, "nanoserve", llm.info.max_model_len)
 
-    @app.get("/v1/models", responses=_responses("ModelList"))
+    @get("/v1/models", responses=_responses("ModelList"))
     async def models() -> Response:
         return Json(protocol.ModelList("list", [card()]))
 
-    @app.get("/v1/models/{model:path}", responses=_responses("ModelCard"))
+    @get("/v1/models/{model:path}", responses=_responses("ModelCard"))
     async def model(model: str) -> Response:
         serving.check_model(model)
         return Json(card())
 
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
+    @get("/health")
     async def health() -> Response:
         """Live: 200 while the server serves, or will without help from outside."""
         return Json({"status": serving.state}, 503 if llm.state in ("dead", "closed") else 200)
 
-    @app.head("/ready", include_in_schema=False)
-    @app.get("/ready")
+    @get("/ready")
     async def ready() -> Response:
         """200 while a request would be served."""
         return Json({"status": serving.state}, 200 if serving.state == "ready" else 503)
 
-    @app.get("/version")
+    @get("/version")
     async def version() -> Response:
         return Json({"version": nanoserve.__version__})
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         body, content_type = exposition(llm.metrics, serving.model_name, llm.info if llm.has_started else None)
         return Response(body, headers={"content-type": content_type})
 
-    @app.get("/stats")
+    @get("/stats")
     async def stats() -> Response:
         """Live figures: gauges, totals, rates and time to first token over the last ten seconds."""
         return Json({"state": serving.state, **llm.metrics.live()})
 
-    @app.get("/composition")
+    @get("/composition")
     async def composition() -> Response:
         """The plugins and options that serve."""
         config, info = dataclasses.asdict(llm.config), dataclasses.asdict(llm.info)
         return Json({"version": nanoserve.__version__, **info, "engine": config.pop("engine"), "config": config})
 
-    @app.get("/", include_in_schema=False)
+    @get("/", include_in_schema=False)
     async def console() -> Response:
         page = files("nanoserve.server") / "console.html"
         return Response(page.read_bytes(), media_type="text/html; charset=utf-8")

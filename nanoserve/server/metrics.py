@@ -3,7 +3,8 @@
 Names and meanings are those of vLLM's public metrics, so that dashboards made for it work; every one that is here
 means the same. So, as there, a request with ``n`` choices counts as ``n`` requests with one prompt each: every choice
 has its own time to first token, gaps, end, prompt and look-up in the prefix cache. When the first step of a request
-began is known for all of its choices together. Latencies are measured from the arrival at the server.
+began is known for all of its choices together. Latencies are measured from the arrival at the server. A prompt that is
+only scored is a request of no output tokens.
 """
 
 from __future__ import annotations
@@ -147,6 +148,15 @@ class ServingMetrics:
         histograms["output"].observe(choice.num_tokens)
         histograms["tpot"].observe((last - first) / max(1, choice.num_tokens - 1))
 
+    def scored(self, num_tokens: int, reason: str, seconds: float) -> None:
+        """A prompt that was only scored, how it ended (as ``finished`` has it), and its time since the arrival."""
+        self.finished[reason] += 1
+        if reason == "length":
+            self.prompt_tokens += num_tokens
+            self.histograms["e2e"].observe(seconds)
+            self.histograms["prompt"].observe(num_tokens)
+            self.histograms["output"].observe(0)
+
     def failed(self, request: RequestInFlight) -> None:
         """The request ended with its engine."""
         self.finished["error"] += sum([not choice.ended for choice in request.choices])
@@ -214,7 +224,10 @@ class PrometheusCollector:
             gauge.add_metric(values, value)
             yield gauge
         counters = {
-            "prompt_tokens": ("Prompt tokens of requests that have a first token.", metrics.prompt_tokens),
+            "prompt_tokens": (
+                "Prompt tokens of requests that have a first token, and of scored ones.",
+                metrics.prompt_tokens,
+            ),
             "generation_tokens": ("Tokens generated.", stats.generation_tokens),
             "num_preemptions": ("Preemptions.", stats.preemptions),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_queries),

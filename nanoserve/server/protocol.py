@@ -9,6 +9,7 @@ request.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import re
@@ -21,11 +22,14 @@ from msgspec import Meta, Struct
 
 from nanoserve.config import did_you_mean
 from nanoserve.contracts.errors import RequestError
-from nanoserve.contracts.grammar import StructuredOutput
+from nanoserve.contracts.grammar import MAX_CHARS, StructuredOutput
 from nanoserve.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 
 MAX_ID_DIGITS = 19  # of a token id as a JSON key; with more, Python or the message to the engine could refuse it
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
+
+#: How many entries a request's lists may have: what is made of each holds up the other requests.
+MAX_ENTRIES = {"stop": 256, "stop_token_ids": 4096, "logit_bias": 4096, "guided_choice": 4096}
 
 #: Fields that are read only to refuse them, and the values besides null that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -46,6 +50,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "prompt_cache_key": (),
     "web_search_options": (),
+}
+
+#: The same of a message.
+MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "name": (),
+    "reasoning_content": ("",),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "refusal": (),
 }
 
 
@@ -136,10 +149,10 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: Annotated[float, _limits(minimum=-2, maximum=2)] | None = None
     frequency_penalty: Annotated[float, _limits(minimum=-2, maximum=2)] | None = None
     repetition_penalty: Annotated[float, _limits(exclusiveMinimum=0)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], _limits(maxProperties=MAX_ENTRIES["logit_bias"])] | None = None
     seed: Annotated[int, _limits(minimum=-(2**63), maximum=2**64 - 1)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, WORD]] | None = None
+    stop: str | Annotated[list[str], _limits(maxItems=MAX_ENTRIES["stop"])] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, WORD]], _limits(maxItems=MAX_ENTRIES["stop_token_ids"])] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Annotated[int, WORD, _limits(minimum=0)] | None = None
     ignore_eos: bool | None = None
@@ -147,7 +160,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     response_format: ResponseFormat | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], _limits(maxItems=MAX_ENTRIES["guided_choice"])] | None = None
     guided_grammar: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -155,6 +168,17 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     store: Refused = None
     metadata: Refused = None
     prompt_cache_key: Refused = None
+
+    def check_sizes(self, max_model_len: int | None, max_prompts: int | None) -> None:
+        """Raise ApiError for lists that are too long, before anybody walks through them; ``decode`` says of what."""
+        for name, limit in MAX_ENTRIES.items():
+            entries = getattr(self, name)
+            if entries is not None and not isinstance(entries, str) and len(entries) > limit:
+                raise ApiError(400, f"{name} has {len(entries)} entries; at most {limit} are allowed", name)
+        if (form := self.response_format) is not None and form.json_schema is not None:
+            size = len(msgspec.json.encode(form.json_schema.schema))  # far faster than what StructuredOutput measures
+            if size > 4 * MAX_CHARS:  # bytes of a character
+                raise ApiError(400, f"response_format has more than {MAX_CHARS} characters", "response_format")
 
     def max_output_tokens(self) -> tuple[str, int | None]:
         return "max_tokens", self.max_tokens
@@ -165,8 +189,8 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """The request's parameters over the server's. Raises ApiError or RequestError, both name the field."""
         for name, neutral in NEUTRAL.items():
-            if name in self.__struct_fields__ and (value := getattr(self, name)) is not None and value not in neutral:
-                raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
+            if name in self.__struct_fields__ and not _asks_for_nothing(getattr(self, name), neutral):
+                raise _unsupported(name)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream=true", "stream_options")
         for key in self.logit_bias or ():
@@ -228,14 +252,30 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         prompt: Any = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        if prompt and all(type(token) is int for token in prompt):
-            return [prompt]
         if not prompt:
             raise ApiError(400, "prompt must not be an empty list", "prompt")
+        if _all_integers(prompt):
+            return [prompt]
         for i, one in enumerate(prompt):
-            if not isinstance(one, str) and not (isinstance(one, list) and all(type(t) is int for t in one)):
+            if not isinstance(one, str) and not (isinstance(one, list) and _all_integers(one)):
                 raise ApiError(400, f"prompt[{i}] must be a string or a list of token ids", f"prompt[{i}]")
+            if not one:
+                raise ApiError(400, f"prompt[{i}] must not be empty", f"prompt[{i}]")
         return prompt
+
+    def check_sizes(self, max_model_len: int | None, max_prompts: int | None) -> None:
+        GenerationRequest.check_sizes(self, max_model_len, max_prompts)
+        if not isinstance(self.prompt, list) or not self.prompt:
+            return
+        if type(self.prompt[0]) is int:
+            _check_length("prompt", self.prompt, max_model_len)
+            return
+        if max_prompts is not None and len(self.prompt) > max_prompts:
+            message = f"prompt has {len(self.prompt)} prompts; at most {max_prompts} are allowed in one request"
+            raise ApiError(400, message, "prompt")
+        for i, prompt in enumerate(self.prompt):
+            if isinstance(prompt, list):
+                _check_length(f"prompt[{i}]", prompt, max_model_len)
 
     def check_ids(self, vocab_size: int) -> None:
         GenerationRequest.check_ids(self, vocab_size)
@@ -259,18 +299,18 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True):
-    """One message, as the checkpoint's chat template reads it: whether a field shows in the prompt is up to it."""
+    """One message. Whether a chat template shows any of the refused fields depends on the template and the place."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
+    name: Refused = None
+    reasoning_content: Refused = None
+    tool_calls: Refused = None
+    tool_call_id: Refused = None
     refusal: Refused = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return {"role": self.role, "content": self.content}
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -292,6 +332,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: Refused = None
     verbosity: Refused = None
     web_search_options: Refused = None
+
+    def check_sizes(self, max_model_len: int | None, max_prompts: int | None) -> None:
+        GenerationRequest.check_sizes(self, max_model_len, max_prompts)
+        _check_messages(self.messages, max_model_len)
 
     def max_output_tokens(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is None:
@@ -320,12 +364,19 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
+    def check_sizes(self, max_model_len: int | None, max_prompts: int | None) -> None:
+        _check_messages(self.messages or [], max_model_len)
+
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """``POST /detokenize``."""
 
     model: str | None = None
     tokens: Annotated[list[int], Meta(extra_json_schema={"items": {"type": "integer", "minimum": 0}})]
+
+    def check_sizes(self, max_model_len: int | None, max_prompts: int | None) -> None:
+        if max_model_len is not None and len(self.tokens) > max_model_len:
+            raise ApiError(400, f"tokens has {len(self.tokens)} entries; max_model_len is {max_model_len}", "tokens")
 
 
 #: Fields that have SamplingParams' own name and meaning.
@@ -370,6 +421,36 @@ def structured_output(request: GenerationRequest) -> StructuredOutput | None:
         raise bad_request(error) from None
 
 
+def _unsupported(name: str) -> ApiError:
+    return ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
+
+
+def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether it is null or one of ``neutral``; of another type it is not: True == 1 == 1.0."""
+    return value is None or any(type(value) is type(one) and value == one for one in neutral)
+
+
+def _check_messages(messages: list[ChatMessage], max_model_len: int | None) -> None:
+    if max_model_len is not None and len(messages) >= max_model_len:
+        text = f"messages has {len(messages)} entries, each of at least one token; max_model_len is {max_model_len}"
+        raise ApiError(400, text, "messages")
+    for i, message in enumerate(messages):
+        for name, neutral in MESSAGE_NEUTRAL.items():
+            if not _asks_for_nothing(getattr(message, name), neutral):
+                raise _unsupported(f"messages[{i}].{name}")
+
+
+def _all_integers(values: list[Any]) -> bool:
+    """Whether all are int, and none bool."""
+    return set(map(type, values)) <= {int}
+
+
+def _check_length(name: str, ids: list[Any], max_model_len: int | None) -> None:
+    if max_model_len is not None and len(ids) >= max_model_len:
+        room = f"max_model_len is {max_model_len}, so at most {max_model_len - 1} leave room for one more"
+        raise ApiError(400, f"{name} has {len(ids)} tokens; {room}", name)
+
+
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise ApiError that names the first of ``ids`` outside of the vocabulary, as ``name[i]``."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
@@ -377,10 +458,17 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
         raise ApiError(400, f"{name}[{i}]: {ids[i]} is outside the vocabulary 0 … {vocab_size - 1}", f"{name}[{i}]")
 
 
-def decode(body: bytes, kind: type[Any]) -> Any:
-    """A request from its body. Raises ApiError 400 that names the field."""
+def decode(body: bytes, kind: type[Any], *, max_model_len: int | None = None, max_prompts: int | None = None) -> Any:
+    """A request from its body. Raises ApiError 400 that names the field.
+
+    max_model_len: of the engine; max_prompts: of one request. What is longer is refused before it is looked at in
+    detail; None leaves it to others.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # a million small lists are looked at again and again, while the event loop waits
     try:
         request = msgspec.json.decode(body, type=kind)
+        request.check_sizes(max_model_len, max_prompts)
         _refuse_twins(body)
         return request
     except msgspec.ValidationError as error:
@@ -400,6 +488,9 @@ def decode(body: bytes, kind: type[Any]) -> Any:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json") from None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _at(path: str, key: str | int) -> str:

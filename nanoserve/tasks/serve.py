@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from nanoserve.tasks import Job
 
 API_KEY = "NANOSERVE_API_KEY"
-KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that they close them and not we under them
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,7 @@ async def serve(job: Job, sock: socket.socket) -> dict[str, Any]:
 
     from nanoserve.async_llm import AsyncLLM
     from nanoserve.server.app import Serving, build_app
+    from nanoserve.server.connection import GRACE, KEEP_ALIVE, MAX_HEAD_BYTES, http_protocol
 
     options: Options = job.options
     level = logging.getLevelName(options.log_level.upper())
@@ -114,7 +114,7 @@ async def serve(job: Job, sock: socket.socket) -> dict[str, Any]:
     )
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
-        timeout_keep_alive=KEEP_ALIVE,
+        timeout_keep_alive=KEEP_ALIVE, http=http_protocol(), h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )  # fmt: skip
     loop = asyncio.get_running_loop()
 
@@ -128,9 +128,21 @@ async def serve(job: Job, sock: socket.socket) -> dict[str, Any]:
                 self.should_exit = serving.draining = True
                 loop.call_soon_threadsafe(loop.call_later, options.drain_timeout, end_of_drain)
 
-    def end_of_drain() -> None:
-        loop.create_task(serving.shut_down())  # requests in flight fail, and with them their connections end
+    async def cut_off() -> None:
+        """Fail what is in flight; who does not take the answer, or is not done asking, loses the connection."""
+        await serving.shut_down()
+        state, end = server.server_state, loop.time() + GRACE
+        while (state.connections or state.tasks or not serving_task.done()) and loop.time() < end:
+            await asyncio.sleep(0.02)
+        for connection in list(state.connections):
+            connection.transport.abort()
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=GRACE)
 
+    def end_of_drain() -> None:
+        ending.append(loop.create_task(cut_off()))
+
+    ending: list[asyncio.Task[None]] = []  # the loop alone would let go of it
     server = Server(config)
     serving_task = asyncio.create_task(server.serve(sockets=[sock]))
     starting = asyncio.create_task(llm.start())
@@ -138,6 +150,7 @@ async def serve(job: Job, sock: socket.socket) -> dict[str, Any]:
         await asyncio.wait((starting, serving_task), return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and (error := starting.exception()) is not None:
             server.should_exit = True
+            loop.call_later(GRACE, end_of_drain)
             await serving_task
             raise error
         if not serving_task.done():
@@ -154,5 +167,5 @@ async def serve(job: Job, sock: socket.socket) -> dict[str, Any]:
     finally:
         gc.unfreeze()
         starting.cancel()
-        await serving.shut_down()
+        await cut_off()
     return {"requests": llm.stats().requests_finished}

@@ -45,6 +45,7 @@ class TestLLGuidance(GrammarSuite):
             StructuredOutput(regex="((a{1,500}b{1,500})|(c{1,500})){1,500}"),
             StructuredOutput(regex="(a|b)*a(a|b){200}"),
             StructuredOutput(regex="(.*x){60}"),
+            StructuredOutput(regex="((((a{51}){100}){100}){100}){100}"),
             StructuredOutput(json_schema=many),
             StructuredOutput(json_schema={"type": "array", "minItems": 10**6, "items": {"type": "integer"}}),
             StructuredOutput(json_schema="{" + '"anyOf": [{' * 300 + "}]" * 300 + "}"),
@@ -54,6 +55,19 @@ class TestLLGuidance(GrammarSuite):
             with contextlib.suppress(ValueError):
                 self.allowed(compiler.compile(form)())
             assert time.process_time() - start < 2, form.text[:60]
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            StructuredOutput(regex="((((a{51}){100}){100}){100}){100}"),
+            StructuredOutput(choice=[f"c{i}" for i in range(4000)]),
+        ],
+        ids=lambda form: form.field,
+    )
+    def test_what_its_first_token_would_show_shows_when_it_is_compiled(self, form):
+        """Later it would be in the loop that steps, while the other requests wait."""
+        with pytest.raises(ValueError, match="lexer error: too many|Current row has"):
+            self.build().compile(form)
 
     def test_a_matcher_that_meets_a_limit_allows_nothing(self):
         """The library would offer the end of text, and a cut output would look like a complete one."""

@@ -479,11 +479,13 @@ def test_each_choice_is_a_request_of_the_metrics(server: Server) -> None:
         assert grown["vllm:request_generation_tokens_sum"] == grown["vllm:generation_tokens_total"] == 15
 
 
-def test_what_orchestrators_ask_may_be_asked_for_its_head(server: Server) -> None:
-    for path in ("/health", "/ready"):
+def test_whatever_can_be_got_may_be_asked_for_its_head(server: Server) -> None:
+    paths = ("/", "/health", "/ready", "/version", "/metrics", "/stats", "/composition", "/openapi.json", "/v1/models")
+    for path in (*paths, "/v1/models/tiny", "/v1/models/none"):
         head, whole = server.http.head(path), server.http.get(path)
-        assert (head.status_code, head.content) == (200, b"")
-        assert head.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
+        assert (head.status_code, head.content) == (whole.status_code, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert server.http.head("/v1/completions").status_code == 405
 
 
 def test_live_figures_and_composition(server: Server) -> None:

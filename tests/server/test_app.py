@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
 from nanoserve import AsyncLLM, SamplingParams
-from nanoserve.server import guard
-from nanoserve.server.app import Serving, build_app
+from nanoserve.server import guard, protocol
+from nanoserve.server.app import LARGE_BODY, Serving, build_app
 from tests.helpers.tiny_model import TINY
 
 DUMMY = {"name": "dummy", "config": {**TINY, "model_type": "qwen3", "rms_norm_eps": 1e-6}}
@@ -43,6 +44,53 @@ def test_a_model_without_a_tokenizer() -> None:
                     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
     asyncio.run(ask())
+
+
+def test_the_queue_holds_no_more_when_many_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are tokenized in threads, so all may have found room in the queue before the first takes it."""
+
+    async def ask() -> None:
+        options = {"load_format": "dummy", "device": "cpu", "num_kv_blocks": 32, "max_num_seqs": 1}
+        async with AsyncLLM(model=DUMMY, **options) as llm:
+            app = build_app(Serving(llm, "dummy", SamplingParams(), max_queue=2))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+                for more in ({}, {"echo": True, "logprobs": 1}):
+                    arrived, all_there = [], asyncio.Event()
+
+                    async def encode(text: str, arrived=arrived, all_there=all_there) -> list[int]:
+                        arrived.append(text)
+                        if len(arrived) == 8:
+                            all_there.set()
+                        await all_there.wait()
+                        return [1, 2, 3]
+
+                    monkeypatch.setattr(llm, "encode", encode)
+                    body = {"prompt": "a", "max_tokens": 50, "ignore_eos": True, **more}
+                    answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(8)))
+                    assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 5
+                    assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+
+    asyncio.run(ask())
+
+
+def test_large_bodies_are_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    decode = protocol.decode
+
+    def spy(body: bytes, kind: type[Any]) -> Any:
+        threads.append(threading.current_thread())
+        return decode(body, kind)
+
+    monkeypatch.setattr(protocol, "decode", spy)
+
+    async def ask() -> None:
+        app = build_app(Serving(AsyncLLM("tiny"), "tiny", SamplingParams(), max_queue=10))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            for size in (1, LARGE_BODY):
+                assert (await client.post("/v1/completions", json={"prompt": "a" * size})).status_code == 503
+
+    asyncio.run(ask())
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 def test_what_nobody_foresaw_is_a_500_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from nanoserve import SamplingParams
 from nanoserve.server.messages import Completion, Report, Times
 from nanoserve.server.metrics import ServingMetrics
 from nanoserve.server.streams import Inbox, RequestInFlight
+from tests.helpers.serving import Server
 
 ARRIVAL, SCHEDULED = 100.0, 101.0  # seconds
 
@@ -87,3 +88,16 @@ def test_what_never_had_a_token_has_no_latency() -> None:
     metrics.failed(other)  # its engine has died
     assert metrics.finished == {"stop": 0, "length": 1, "abort": 2, "error": 2}
     assert figures(metrics, "ttft", "e2e") == {"ttft": (1, 3), "e2e": (1, 3)}
+
+
+def test_a_prompt_that_is_only_scored_is_a_request_without_output(server: Server) -> None:
+    def samples() -> dict[str, float]:
+        lines = (line.rpartition(" ") for line in server.http.get("/metrics").text.splitlines() if line[0] != "#")
+        return {name: float(value) for name, _, value in lines}
+
+    before = samples()
+    server.complete(prompt=[[5] * 40, [6] * 7], max_tokens=0, echo=True, logprobs=0)
+    grown = {name.split("{")[0]: value - before[name] for name, value in samples().items() if value > before[name]}
+    assert grown["vllm:prompt_tokens_total"] == grown["vllm:request_prompt_tokens_sum"] == 40 + 7
+    assert grown["vllm:request_success_total"] == grown["vllm:e2e_request_latency_seconds_count"] == 2
+    assert "vllm:time_to_first_token_seconds_count" not in grown and "vllm:generation_tokens_total" not in grown

@@ -177,8 +177,10 @@ def test_a_slow_reader_gets_everything_and_holds_nobody_up(slow: Server) -> None
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    """Also under a client that has sent half of its body; the log is silent about it."""
     server = Server(tmp_path, *SMALL)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(server.raw_request(prompt="a" * 100)[:-50])
         answer = pool.submit(server.post, "/v1/completions", **LONG)
         server.wait_for("running", 1)
         server.process.send_signal(signal.SIGTERM)
@@ -187,6 +189,19 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
         assert server.process.wait(10) != 0  # not the drain_timeout of 30
         assert answer.result(3).status_code == 503 and "the server is shutting down" in answer.result().text
     server.stop()
+    assert [entry for entry in server.log if entry["level"] == "error"] == []
+
+
+def test_a_drain_ends_under_half_a_body(tmp_path: Path) -> None:
+    """Not when request_timeout, ten minutes, is over."""
+    server = Server(tmp_path, *SMALL, "drain_timeout=0.1")
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(server.raw_request(prompt="a" * 100)[:-50])
+        server.stats()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0
+    server.stop()
+    assert [entry for entry in server.log if entry["level"] == "error"] == []
 
 
 def test_a_signal_drains(slow: Server) -> None:
