@@ -19,7 +19,7 @@ import textwrap
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,8 @@ FILE_KEYS = frozenset(
 #: Flags that bring configurations of the user's own, which may name any choice of any plugin.
 OWN_NAMES = ("--config-path", "-cp", "--config-name", "-cn", "hydra.searchpath=")
 OWN_FOLDERS = ("--config-dir", "-cd", *OWN_NAMES)
+#: The tasks that sample as ``sampling`` says.
+SAMPLING_TASKS = ("generate", "chat", "serve")
 #: The key of a choice that does not exist, in the configuration of a job of a sweep: why.
 REFUSED = "refused"
 USAGE, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
@@ -229,6 +231,8 @@ def check_overrides(overrides: Sequence[Override], multirun: bool) -> None:
 
     groups = config_groups()
     seen: set[str] = set()
+    task = next((override.value() for override in overrides if override.key_or_group == "task"), None)
+    unused = _unused(task, {override.key_or_group for override in overrides}) if isinstance(task, str) else {}
     for override in overrides:
         key, value = override.key_or_group, override.value()
         if key in seen:
@@ -245,8 +249,29 @@ def check_overrides(overrides: Sequence[Override], multirun: bool) -> None:
             raise ConfigError(
                 f"{override.input_line}: expected a name ({names}); options are written {key}.OPTION=VALUE"
             )
+        if (section := key.partition(".")[0]) in unused:
+            raise ConfigError(
+                f"{override.input_line}: task={task} does not use {section}{unused[section]}; leave it out"
+            )
         if key == "hydra.verbose" and not isinstance(value, (bool, str, list)):
             raise ConfigError(f"{override.input_line}: expected true, false, or names of loggers as [a,b]")
+
+
+def _unused(task: str, given: Collection[str]) -> dict[str, str]:
+    """The groups that a task looks at nowhere, if these keys are given, and what to say of it."""
+    unused = {}
+    if task not in SAMPLING_TASKS:
+        unused["sampling"] = " (it has bench.temperature)" if task == "bench" else ""
+    if task == "simulate":
+        unused |= dict.fromkeys(("attention", "policy", "grammar"), ", which runs no model")
+        if "simulate.fit" not in given:
+            unused["kv"] = " without simulate.fit"
+    if task == "compare":
+        if {"base", "new"} & {*given}:
+            unused |= dict.fromkeys((*PLUGIN_GROUPS, "bench"), " with base and new, which have been measured")
+        else:
+            unused["gate"] = " without base and new: choosing a plugin is no regression"
+    return unused
 
 
 def config_groups() -> list[str]:
@@ -441,7 +466,10 @@ def _unknown_choice(group: str, name: str, known: Sequence[str], registry: Regis
     for kind, details in KINDS.items():
         if details.group == group:
             return registry.unknown(kind, name, known)
-    hint = did_you_mean(name, known) or ("; write model.path=FOLDER for a checkpoint" if group == "model" else "")
+    hints = {"model": "; write model.path=FOLDER for a checkpoint"}
+    if group in ("hydra/launcher", "hydra/sweeper"):
+        hints[group] = f"; is it installed? pip install hydra-{name}-{group.removeprefix('hydra/')}"
+    hint = did_you_mean(name, known) or hints.get(group, "")
     return ConfigError(f"unknown {group} {name!r}; known are: {', '.join(known)}{hint}")
 
 

@@ -134,7 +134,12 @@ class WorkloadOptions:
             _require(value is None or 0 < value < math.inf, key, "above 0", value)
         for key in ("input_len", "output_len"):
             value = getattr(self, key)
-            _require(traced == (value is None), key, "null with a trace, else a length", value)
+            rule = (
+                "null with a trace, which gives it (simulate=trace leaves it so)"
+                if traced
+                else "a length, since there is no trace"
+            )
+            _require(traced == (value is None), key, rule, value)
             if isinstance(value, int):
                 _require(value >= 1, key, "at least 1", value)
             elif isinstance(value, tuple):
@@ -157,6 +162,9 @@ class WorkloadOptions:
         )
         _require(not traced or self.turns == 1, "turns", "1 with a trace", self.turns)
         _require(self.turns > 1 or self.think_time == 0, "think_time", "0 with one turn", self.think_time)
+        _require(self.arrival != "closed" or self.think_time == 0, "think_time",
+                 "0 with arrival=closed (scenario single_stream is one), which sends when another has ended",
+                 self.think_time)  # fmt: skip
         _require(self.shared_prefix_len > 0 or self.num_prefixes == 1, "num_prefixes", "1 without a shared prefix",
                  self.num_prefixes)  # fmt: skip
 
@@ -318,7 +326,11 @@ _Row = tuple[float, int, int, list[int], int]
 
 def _azure_rows(lines: Any) -> Iterator[_Row]:
     start = None
-    for row in csv.DictReader(lines):
+    reader = csv.DictReader(lines)
+    names = reader.fieldnames or ()
+    if names and (lacking := {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - {*names}):
+        raise ValueError(f"its first line has no {' and no '.join(sorted(lacking))}")
+    for row in reader:
         time = datetime.fromisoformat(row["TIMESTAMP"])
         start = start or time
         yield (time - start).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), [], 0

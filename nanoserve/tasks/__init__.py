@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,12 @@ def _check_writable(option: str, path: Path, folder: bool) -> None:
         raise ConfigError(f"{option}: {there} is a file, so nothing can be written inside it")
     if not os.access(there, os.W_OK):
         raise ConfigError(f"{option}: {there} cannot be written")
+    if is_dir:
+        try:
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:  # /proc says yes and takes no file
+            raise ConfigError(f"{option}: {there} cannot be written ({error.strerror})") from None
 
 
 def run_task(values: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:

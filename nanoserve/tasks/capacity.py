@@ -59,6 +59,8 @@ class Options:
             raise ConfigError(f"memory_gib must be above 0 and finite, not {self.memory_gib}")
         if not 0 <= self.reserved_gib < math.inf:
             raise ConfigError(f"reserved_gib must be at least 0 and finite, not {self.reserved_gib}")
+        if self.formats == []:
+            raise ConfigError("formats must be null or a list of KV formats, not []")
         if self.contexts is not None and (not self.contexts or min(self.contexts) < 1):
             raise ConfigError(f"contexts must be a list of numbers of at least 1, not {self.contexts}")
 

@@ -123,6 +123,8 @@ def run(job: Job) -> dict[str, Any]:
         [[c.name, better(c.name), c.base, c.new, number(c.ratio), c.verdict, _share(c.limit)] for c in shown],
     )
     print_line(f"{len(changes) - len(shown)} more metrics are the same or within the noise")
+    if unbounded := [key for key, record in (("base", base), ("new", new)) if len(record.get("runs", [])) < 2]:
+        print_line(f"{' and '.join(unbounded)}: one run, so no noise bounds: all may be noise (bench.repeat=5 tells)")
     for key, record in (("base", base), ("new", new)):
         print_line(f"{key}: {record.get('hardware')}, git {record.get('git')}, {composition(record)}")
     if page is not None:
@@ -150,8 +152,8 @@ def side_by_side(job: Job, configs: Sequence[EngineConfig]) -> list[dict[str, An
         bar = stack.enter_context(tqdm(unit="request", disable=not sys.stderr.isatty()))
         both = [Repeats(llm, workload) for llm in llms]
         bar.reset(total=sum(one.num_requests for one in both))
-        for _ in range(workload.repeat):
-            for repeats in both:
+        for i in range(workload.repeat):
+            for repeats in both if i % 2 == 0 else both[::-1]:  # who goes first finds another machine than who follows
                 repeats.run(bar.update)
         return [{**describe(one.llm), "workload": asdict(workload), **one.result().record} for one in both]
 
@@ -187,6 +189,10 @@ def _read(key: str, path: str) -> dict[str, Any]:
         raise ConfigError(f"{key}: {path!r} is not JSON: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("figures"), dict):
         raise ConfigError(f"{key}: {path!r} is no record of task=bench (it has no figures)")
+    for figures in (record["figures"], *record.get("runs", [])):
+        for name, value in figures.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{key}: {path!r} has {name} {value}, which compares with nothing; measure it again")
     return record
 
 

@@ -103,6 +103,7 @@ def run(job: Job) -> dict[str, Any]:
         fitted_on = [step for record in records.values() for step in record["steps"]]
         if options.check is not None:
             records["check"] = read_record(options.check, "simulate.check")
+        same_engine(job.config, next(iter(records.values())))
         model = LatencyModel.fit(fitted_on)
         comparisons = {name: compare(record, model, job.registry) for name, record in records.items()}
     replay = make_replay(job.config, job.registry, options, model)
@@ -118,6 +119,9 @@ def run(job: Job) -> dict[str, Any]:
         print("\n".join(timeline(replay)))
     if model is not None and comparisons is not None:
         print_accuracy(model, comparisons)
+        print_line("fitted on {}, kv {}, {}".format(*engine_of(next(iter(records.values())))))
+        if "check" in records and engine_of(records["check"]) != engine_of(next(iter(records.values()))):
+            print_line("simulate.check was measured on {}, kv {}, {}".format(*engine_of(records["check"])))
         for name, loads in (
             ("this workload", [step.load for step in replay.steps]),
             *([("the run of simulate.check", records["check"]["steps"])] if "check" in records else ()),
@@ -326,14 +330,28 @@ def read_records(path: str, key: str) -> dict[str, dict[str, Any]]:
     if not files:
         raise ConfigError(f"{key}: no bench.json is in {path}; a sweep of task=bench leaves one in each job's folder")
     records = {f"fit {file.parent.relative_to(folder)}": read_record(str(file), key) for file in files}
-    measured_on = {
-        (record.get("hardware"), record["engine"].get("model"), record["engine"].get("kv"))
-        for record in records.values()
-    }
+    measured_on = {engine_of(record) for record in records.values()}
     if len(measured_on) > 1:
-        which = " and ".join(", ".join(map(str, one)) for one in sorted(measured_on, key=str))
+        which = " and ".join("{}, kv {}, {}".format(*one) for one in sorted(measured_on, key=str))
         raise ConfigError(f"{key}: the records in {path} are of different engines: {which}")
     return records
+
+
+def engine_of(record: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Model, KV format and hardware that a record was measured on."""
+    return record["engine"].get("model"), record["engine"].get("kv"), record.get("hardware")
+
+
+def same_engine(config: EngineConfig, record: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the record to fit on is of another model or KV format than is configured."""
+    for group, chosen, measured in zip(
+        ("model", "kv"), (config.model.name or str(config.model.path), config.kv.name), engine_of(record), strict=False
+    ):
+        if measured is not None and measured != chosen:
+            raise ConfigError(
+                f"simulate.fit: the record was measured with {group}={measured}, which says nothing about "
+                f"{group}={chosen}; write {group}={measured}, or fit on a record of {chosen}"
+            )
 
 
 #: Above this correlation of two loads the fit cannot tell what each costs.
@@ -370,8 +388,10 @@ def read_record(path: str, key: str) -> dict[str, Any]:
     """A record of ``task=bench`` (or of this task). Raises ConfigError when it holds no steps and requests."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{key}: {path} is not JSON: {error}") from None
     needed = ("steps", "requests", "workload", "config", "engine")
     lacking = [name for name in needed if not isinstance(record, dict) or not record.get(name)]
     if lacking:

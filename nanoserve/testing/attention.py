@@ -24,7 +24,7 @@ from nanoserve.contracts.attention import (
     PrefillMetadata,
 )
 from nanoserve.contracts.capabilities import Phase, Requirements
-from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape, KVCacheSpec, LayerCache
+from nanoserve.contracts.kvcache import KVCacheShape, KVCacheSpec, LayerCache
 from nanoserve.registry import Registry
 from nanoserve.testing.kvcache import huge_layer, snapshot, tensors
 from nanoserve.testing.plugins import compute_capability, default_device, discover
@@ -37,6 +37,14 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 
 
 # -- builders ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CaseContext(AttentionContext):
+    """A context around an allocated cache. num_blocks: all of its blocks, the scratch block included; no layout of
+    a format tells it."""
+
+    num_blocks: int
 
 
 def poison(layer: LayerCache, value: float) -> None:
@@ -65,14 +73,14 @@ def make_context(
     max_model_len: int = 2048,
     poison_value: float = float("nan"),
     kv_options: Any = None,
-) -> AttentionContext:
+) -> CaseContext:
     """The context of a backend around an allocated, poisoned cache of ``num_blocks`` blocks and the scratch block."""
     shape = KVCacheShape(num_layers, num_kv_heads, head_dim, block_size, dtype, torch.device(device))
     kv = kv_spec.factory(kv_spec.config() if kv_options is None else kv_options, shape)
     kv.allocate(num_blocks + 1)
     for layer in kv.layers:
         poison(layer, poison_value)
-    return AttentionContext(
+    return CaseContext(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -84,6 +92,7 @@ def make_context(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         kv=kv,
+        num_blocks=num_blocks + 1,
     )
 
 
@@ -170,7 +179,7 @@ class AttentionCase:
     reference: the oracle; None is :func:`reference_attention`.
     """
 
-    context: AttentionContext
+    context: CaseContext
     phase: Phase
     query_lens: list[int]
     context_lens: list[int]
@@ -246,7 +255,7 @@ class AttentionCase:
 
 
 def make_case(
-    context: AttentionContext,
+    context: CaseContext,
     context_lens: Sequence[int],
     query_lens: Sequence[int] | None = None,
     *,
@@ -267,7 +276,7 @@ def make_case(
             context.dtype
         )
 
-    pool = list(range(_num_blocks(kv) - 1)) if blocks is None else list(blocks)
+    pool = list(range(context.num_blocks - 1)) if blocks is None else list(blocks)
     random.Random(seed).shuffle(pool)
     tables = []
     for length in context_lens:
@@ -340,10 +349,6 @@ def _starts(lens: Sequence[int]) -> list[int]:
     for n in lens:
         starts.append(starts[-1] + n)
     return starts
-
-
-def _num_blocks(kv: KVCacheFormat) -> int:
-    return kv.layers[0].k.shape[0]
 
 
 class NoScalarReads(TorchDispatchMode):
@@ -457,7 +462,7 @@ class AttentionBackendSuite:
 
     # -- builders with the suite's defaults ---------------------------------------------------------------------------
 
-    def make_context(self, kv_format: str, **kwargs: Any) -> AttentionContext:
+    def make_context(self, kv_format: str, **kwargs: Any) -> CaseContext:
         """As the function of this name, on the backend's device in its best dtype; skips what the backend refuses."""
         dtypes = self.declared_dtypes()
         if not dtypes:
@@ -488,7 +493,7 @@ class AttentionBackendSuite:
         return self.spec.factory(context, self.registry.make_options("attention", self.spec, self.options))
 
     def make_case(
-        self, context: AttentionContext, phase: Phase, lens: Sequence[tuple[int, int]], **kwargs: Any
+        self, context: CaseContext, phase: Phase, lens: Sequence[tuple[int, int]], **kwargs: Any
     ) -> AttentionCase:
         """lens: (query length, context length) per sequence; decode takes the contexts only."""
         queries = [q for q, _ in lens] if phase == "prefill" else None
@@ -694,11 +699,14 @@ class AttentionBackendSuite:
         """C22: element offsets past 2^31. The pool is virtual memory; only the blocks in use are ever touched."""
         dtype = torch.float16 if "float16" in self.declared_dtypes() else torch.float32
         context = self.make_context(kv_format, block_size=self.declared_block_sizes()[-1], num_blocks=1, dtype=dtype)
-        first = 2**31 // context.kv.layers[0].k[0].numel() + 1
-        context.kv.layers = [huge_layer(context.kv.layers[0], first + 4)]
+        small = context.kv.layers[0]
+        first = 2**31 // (small.k.numel() // context.num_blocks) + 1
+        context.kv.layers = [huge_layer(small, context.num_blocks, first + 4)]
         blocks = list(range(first, first + 4))
         for tensor in (t for t in tensors(context.kv.layers[0]) if t.is_floating_point()):
-            tensor[first:].fill_(1e4 if self.spec.capabilities.needs_finite_cache else torch.nan)
+            tensor[tensor.shape[0] // (first + 4) * first :].fill_(
+                1e4 if self.spec.capabilities.needs_finite_cache else torch.nan
+            )
         self.check(self.make_case(context, phase, [(3, 19), (1, 40)], blocks=blocks))
 
     # -- CUDA graphs --------------------------------------------------------------------------------------------------

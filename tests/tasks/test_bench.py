@@ -366,6 +366,56 @@ def test_joblib_launches_a_sweep(tmp_path: Path, tiny_checkpoint: Path) -> None:
     assert len((tmp_path / "sweep" / "sweep.csv").read_text().splitlines()) == 4
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench=smoke", "bench.num_requests=-1"], "bench.num_requests must be at least 1, not -1"),
+        (["bench=smoke", "bench.repeat=0"], "bench.repeat must be at least 1, not 0"),
+        (["bench=smoke", "bench.output_len=[9,3]"], "bench.output_len must be a range"),
+        (["bench=smoke", "bench.temperature=nan"], "bench.temperature must be at least 0 and finite"),
+        (["bench=latency", "bench.repeat=-1"], "bench.repeat must be"),
+        (["bench=latency", "bench.batches=[0]"], "bench.batches must be"),
+        (["bench=latency", "bench.batches=[]", "bench.prompts=[]"], "bench.batches must be"),
+        (["bench=latency", "bench.output_len=2"], "bench.output_len must be at least 8"),
+        (["bench.temperature=inf"], "bench.temperature must be at least 0 and finite"),
+        (["sampling.temperature=1"], "task=bench does not use sampling (it has bench.temperature)"),
+        (["report=x.txt"], "report=x.txt: the file's name must end in .html"),
+        (["hydra/launcher=joplib"], "pip install hydra-joplib-launcher"),
+    ],
+)
+def test_what_is_refused_before_an_engine_starts(cli: Cli, arguments: list[str], message: str) -> None:
+    run = cli("task=bench", *arguments)
+    assert (run.code, cli.llms) == (2, []) and message in run.err, run.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench.context=100000", "bench.batches=[2]", "bench.prompts=[]"], "bench.context: 1000"),
+        (["bench.prompts=[[1,99999]]"], "bench.prompts: 100000 tokens"),
+        (
+            ["bench.batches=[8]", "bench.context=9", "bench.output_len=8", "bench.prompts=[]", "engine.max_num_seqs=4"],
+            "bench.batches: 8 sequences exceed",
+        ),
+        (
+            [
+                "bench.batches=[8]",
+                "bench.context=64",
+                "bench.output_len=9",
+                "bench.prompts=[]",
+                "engine.num_kv_blocks=8",
+            ],
+            "bench.batches: 8 sequences of 69 tokens do not decode together",
+        ),
+    ],
+)
+def test_a_latency_that_the_engine_cannot_measure(
+    real: Any, tiny_checkpoint: Path, cli: Cli, arguments: list[str], message: str
+) -> None:
+    run = cli("task=bench", "bench=latency", f"model.path={tiny_checkpoint}", "bench.repeat=1", *arguments)
+    assert run.code == 2 and message in run.err, run.err
+
+
 def test_the_older_kinds_work_as_they_did(real: Any, tiny_checkpoint: Path, cli: Cli) -> None:
     model = ["task=bench", f"model.path={tiny_checkpoint}", "engine.num_kv_blocks=256", "output=a.json"]
     lengths = ["bench.num_requests=4", "bench.input_len=[4,8]", "bench.output_len=[3,3]", "bench.max_token_id=200"]

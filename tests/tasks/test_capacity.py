@@ -64,5 +64,5 @@ def test_the_command(cli: Cli) -> None:
     plans = json.loads(Path("new/plans.json").read_text())["plans"]
     assert [p["kv"] for p in plans] == Registry.discover().names("kvcache")
     not_finite = "memory_gib=inf", "reserved_gib=nan"
-    for bad in ("contexts=[99999]", "contexts=[0]", "memory_gib=0.0", *not_finite, "formats=[fp1]"):
+    for bad in ("contexts=[99999]", "contexts=[0]", "memory_gib=0.0", *not_finite, "formats=[fp1]", "formats=[]"):
         assert cli("task=capacity", "model=qwen3_0_6b", bad).code == 2, bad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,10 @@ def test_records_that_prove_nothing_are_refused(gate: Any) -> None:
     save("a.json", [100])
     save("gpu.json", [100], hardware="GPU")
     save("other.json", [100], workload={"seed": 1, "repeat": 3})
+    save("nan.json", [100, float("nan")])
     Path("bad.json").write_text("{}")
     for new, message in [
+        ("nan.json", "new: 'nan.json' has output tok/s nan"),
         ("gpu.json", "base was measured on CPU, new on GPU"),
         ("other.json", "the workloads differ in seed (0 and 1)"),
         ("bad.json", "no record of task=bench"),
@@ -175,6 +178,9 @@ def test_the_page_has_speed_capacity_and_quality_side_by_side(
         (["report=a.md", "quality=other.json"], "compares kv=bf16 with kv=fp8, here it is bf16 with int8"),
         (["base=a.json"], "base and new: give the files of two records, or neither"),
         (["base=a.json", "new=b.json", "against.kv=int8"], "against: it is for two engines that are measured here"),
+        (["base=a.json", "new=b.json", "kv=int8"], "kv=int8: task=compare does not use kv with base and new"),
+        (["base=a.json", "new=b.json", "bench=serve"], "bench=serve: task=compare does not use bench"),
+        (["gate=ci"], "gate=ci: task=compare does not use gate without base and new"),
         (["against.nope=1"], "unknown option 'against.nope' (nanoserve task=compare --help"),
         (["against.kv=int9"], "unknown kv 'int9'"),
         (["bench.rate=3"], "bench.rate must be null with arrival=all"),
@@ -188,6 +194,30 @@ def test_which_two_must_be_clear(
     Path("other.json").write_text(eval_record("fp8"))
     run = cli("task=compare", f"model.path={tiny_checkpoint}", "engine.num_kv_blocks=64", *arguments)
     assert run.code == 2 and message in run.err and run.err.count("\n") == 1
+
+
+def test_engines_take_turns_at_going_first_and_one_run_has_no_bounds(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Repeats:
+        num_requests = 1
+
+        def __init__(self, llm: Any, workload: Any) -> None:
+            self.llm, self.name, self.repeat = llm, llm.job.config.kv.name, workload.repeat
+
+        def run(self, on_finish: Any) -> None:
+            order.append(self.name)
+
+        def result(self) -> Any:
+            figures = {"QPS": 1.0}
+            return types.SimpleNamespace(record={"figures": figures, "runs": [figures] * self.repeat})
+
+    monkeypatch.setattr("nanoserve.tasks.compare.Repeats", Repeats)
+    monkeypatch.setattr("nanoserve.tasks.compare.describe", lambda llm: {})
+    run = cli("task=compare", "bench.repeat=3")
+    assert run.code == 0 and "no noise bounds" not in run.out
+    assert order == ["bf16", "int8", "int8", "bf16", "bf16", "int8"]
+    assert "base and new: one run, so no noise bounds" in cli("task=compare", "bench.repeat=1").out
 
 
 # --- what it is for ------------------------------------------------------------------------------------------------

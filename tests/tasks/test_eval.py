@@ -311,6 +311,8 @@ def test_a_wrong_int8_scale_is_caught(name: str, capsys: pytest.CaptureFixture[s
     [
         (["eval.stride=2000"], "eval.stride=2000 exceeds eval.window=1024"),
         (["eval.window=0"], "eval.window must be at least 1"),
+        (["eval.max_delta_ppl=nan"], "eval.max_delta_ppl must be at least 0"),
+        (["kv=int8"], "eval.against: int8 would be compared with itself"),
         (["eval.text=nowhere"], "eval.text: 'nowhere' does not exist"),
         (["eval.windw=5"], "unknown option 'eval.windw'"),
     ],

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.scheduling import SchedulerLimits
@@ -192,12 +193,49 @@ def test_a_prediction(cli: Cli) -> None:
     assert predicted["figures"]["TTFT p95 ms"] == pytest.approx(1e3 * measured["figures"]["TTFT p95 rounds"])
 
 
+def test_a_prediction_is_of_the_engine_it_was_fitted_on(cli: Cli) -> None:
+    small = ("task=simulate", "simulate.num_requests=20")
+    assert cli(*small, "output=measured.json").code == 0
+    record = json.loads(Path("measured.json").read_text())
+    record["engine"] |= {"model": "tiny", "kv": "bf16"}
+    Path("measured.json").write_text(json.dumps(record))
+    assert "fitted on tiny, kv bf16" in cli(*small, "simulate.fit=measured.json").out
+    for other in ("kv=int8", "model=qwen3_0_6b"):
+        refused = cli(*small, "simulate.fit=measured.json", other)
+        assert refused.code == 2 and f"says nothing about {other}" in refused.err
+
+
+@pytest.mark.parametrize("length", ["[10,50]", "{each: [1, 2]}", "{median: 20, sigma: 0.1, max: 30}", "7"])
+@pytest.mark.parametrize("preset", ["default", "seed_mixed_ample"])
+def test_a_length_replaces_the_presets_as_a_whole(cli: Cli, preset: str, length: str) -> None:
+    run = cli("task=simulate", f"simulate={preset}", "simulate.num_requests=5", f"simulate.input_len={length}",
+              "engine.num_kv_blocks=99", "output=out.json")  # fmt: skip
+    assert run.code == 0, run.err
+    assert json.loads(Path("out.json").read_text())["workload"]["input_len"] == yaml.safe_load(length)
+    assert "{median: …, sigma: …, max: …}" in cli("task=simulate", "simulate.input_len={median: 20}").err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["simulate.check=x.json"], "simulate.check needs a latency model"),
         (["simulate.ttft_slo_ms=100"], "simulate.ttft_slo_ms needs a latency model"),
-        (["simulate.fit=missing.json"], "simulate.fit: cannot read missing.json"),
+        (["simulate.fit=missing.json"], "simulate.fit: cannot read missing.json: No such file"),
+        (["simulate.fit=text.txt"], "simulate.fit: text.txt is not JSON"),
+        (["simulate.trace=text.txt"], "simulate.input_len must be null with a trace, .*simulate=trace"),
+        (["simulate=trace", "simulate.trace=text.txt"], "neither an Azure CSV .* no ContextTokens"),
+        (
+            [
+                "simulate.turns=2",
+                "simulate.think_time=5",
+                "simulate.arrival=closed",
+                "simulate.concurrency=1",
+                "simulate.rate=null",
+            ],
+            "simulate.think_time must be 0 with arrival=closed",
+        ),
+        (["kv=int8"], "kv=int8: task=simulate does not use kv without simulate.fit"),
+        (["sampling.temperature=1"], "task=simulate does not use sampling"),
         (["engine.num_kv_blocks=null"], "engine.num_kv_blocks"),
         (["engine.num_kv_blocks=4"], "simulate.input_len: .* exceed"),
         (["simulate.plot=run.foo"], "simulate.plot=run.foo: .* must end in .svg or .png|nanoserve.bench"),
@@ -206,6 +244,7 @@ def test_a_prediction(cli: Cli) -> None:
     ],
 )
 def test_what_is_refused(cli: Cli, arguments: list[str], message: str) -> None:
+    Path("text.txt").write_text("hello")
     outcome = cli("task=simulate", *arguments)
     assert outcome.code == 2 and len(outcome.err.strip().splitlines()) == 1
     assert re.search(message, outcome.err), outcome.err

@@ -45,7 +45,7 @@ def run(job: Job) -> dict[str, Any]:
     output = job.options.output
     if output is None and job.folder is not None and kind == "serve":
         output = "bench.json"
-    file, report = job.file("output", output), job.file("report", job.options.report)
+    file, report = job.file("output", output), job.file("report", job.options.report, (".html", ".htm"))
     with job.llm() as llm:
         if isinstance(workload, serve.Serve):
             measured = serve.measure(llm, workload)

@@ -12,6 +12,7 @@ is judged by the P90 of its latency.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -79,8 +80,8 @@ class Serve(WorkloadOptions):
                 raise ValueError(f"{key} must be above 0, not {value!r}")
         if self.repeat < 1:
             raise ValueError(f"repeat must be at least 1, not {self.repeat!r}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, not {self.temperature!r}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0 and finite, not {self.temperature!r}")
 
     @property
     def objectives(self) -> Objectives:
@@ -403,7 +404,7 @@ def _result(llm: LLM, options: Serve, runs: Sequence[Run], prompts: Callable[[in
         "timeline": run.timeline(),
     }
     rows = [
-        [name, figures[f"{name} count"], *(_number(figures[f"{name} {k} ms"]) for k in _COLUMNS)]
+        [name, _number(figures[f"{name} count"]), *(_number(figures[f"{name} {k} ms"]) for k in _COLUMNS)]
         for name in ("TTFT", "TPOT", "ITL", "E2E", "queue", "prefill", "decode")
     ]
     return Measured(
@@ -470,8 +471,10 @@ def _lines(options: Serve, figures: Mapping[str, Any], phases: Mapping[str, Any]
     elif options.scenario == "server":
         measured = (figures["TTFT p99 ms"], options.ttft_slo_ms), (figures["TPOT p99 ms"], options.tpot_slo_ms)
         kept = all(value is None or bound is None or value <= bound for value, bound in measured)
-        valid = kept and figures["completed"] == figures["requests"]
-        lines.append(f"scenario server: {'valid' if valid else 'not valid'} at {options.rate:g} requests per second")
+        verdict = "valid" if kept and figures["completed"] == figures["requests"] else "not valid"
+        if options.ttft_slo_ms is None and options.tpot_slo_ms is None:
+            verdict = "not judged, without objectives,"
+        lines.append(f"scenario server: {verdict} at {options.rate:g} requests per second")
     if figures["TTFT count"] < 100:
         lines.append(f"p99 of {figures['TTFT count']:g} requests is little more than the slowest one")
     if run.reasons:

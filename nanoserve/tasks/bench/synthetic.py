@@ -8,6 +8,7 @@ capture); medians over ``repeat``.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from nanoserve.contracts.errors import ConfigError
 from nanoserve.tasks.bench.record import Measured
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 #: bf16 matrix rate that the prefill part of the roofline assumes, FLOP/s (an H200 at 8192³, measured).
 MATRIX_FLOPS = 700e12
+#: Output tokens of kind latency: the first and the last steps of a batch are not timed.
+MIN_OUTPUT = 8
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,15 @@ class Throughput:
     temperature: float
     seed: int = 0
     repeat: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("num_requests", "repeat"):
+            _require(getattr(self, key) >= 1, key, "at least 1", getattr(self, key))
+        for key in ("input_len", "output_len"):
+            low, high = getattr(self, key)
+            _require(1 <= low <= high, key, "a range [low, high] of at least 1", [low, high])
+        _require(self.max_token_id >= 0, "max_token_id", "at least 0", self.max_token_id)
+        _require(0 <= self.temperature < math.inf, "temperature", "at least 0 and finite", self.temperature)
 
     def draw(self, round_: int = 0) -> tuple[list[list[int]], list[int]]:
         """Prompts and output lengths. Later rounds have the same lengths and shifted ids: no prefix is met again."""
@@ -56,13 +69,31 @@ class Latency:
     batches: list[int]
     context: int
     output_len: int
-    prompts: list[list[int]]
+    prompts: list[tuple[int, int]]
     repeat: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("context", "repeat"):
+            _require(getattr(self, key) >= 1, key, "at least 1", getattr(self, key))
+        _require(self.output_len >= MIN_OUTPUT, "output_len", f"at least {MIN_OUTPUT}", self.output_len)
+        _require(all(n >= 1 for n in self.batches), "batches", "a list of numbers of at least 1", self.batches)
+        _require(
+            all(n >= 1 for pair in self.prompts for n in pair), "prompts", "[batch, tokens] of at least 1", self.prompts
+        )
+        _require(bool(self.batches or self.prompts), "batches", "numbers, since there are no prompts", self.batches)
+
+
+def _require(legal: bool, key: str, rule: str, value: Any) -> None:
+    if not legal:
+        raise ValueError(f"{key} must be {rule}, not {value!r}")  # config.build names the group
 
 
 def throughput(llm: LLM, workload: Throughput) -> Measured:
     from nanoserve.sampling_params import SamplingParams
 
+    require_fit(llm, "input_len", workload.input_len[1] + workload.output_len[1])
+    if workload.max_token_id >= llm.engine.vocab_size:
+        raise ConfigError(f"bench.max_token_id must be below the vocabulary's size, {llm.engine.vocab_size}")
     prompts, output_lens = workload.draw()
     params = [SamplingParams(temperature=workload.temperature, ignore_eos=True, max_tokens=n) for n in output_lens]
     warm_up(llm, prompts)
@@ -109,6 +140,18 @@ def latency(llm: LLM, workload: Latency) -> Measured:
         top = min(10000, llm.engine.vocab_size - 1)
         return [[rng.randint(0, top) for _ in range(length)] for _ in range(count)]
 
+    prompt_len = max(1, workload.context - workload.output_len // 2)
+    # The first prompts decode while the last are still being read: let them not end before the window does.
+    lengths = {
+        count: workload.output_len + count * prompt_len // llm.config.engine.max_num_batched_tokens
+        for count in workload.batches
+    }
+    for _, length in workload.prompts:
+        require_fit(llm, "prompts", length + 1)
+    for longer in lengths.values():
+        require_fit(llm, "context", prompt_len + longer)
+    if (most := max(workload.batches, default=0)) > (limit := llm.config.engine.max_num_seqs):
+        raise ConfigError(f"bench.batches: {most} sequences exceed engine.max_num_seqs={limit}; raise it")
     report = Measured("latency", ["measure", "batch", "tokens", "median ms", "min ms", "prefill tok/s"])
     one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     for count, length in workload.prompts:
@@ -123,10 +166,7 @@ def latency(llm: LLM, workload: Latency) -> Measured:
         rate = round(count * length / median * 1e3)
         report.rows.append(["TTFT", count, length, round(median, 2), round(min(times), 2), rate])
         report.figures[f"TTFT {count}x{length} ms"] = round(median, 2)
-    prompt_len = max(1, workload.context - workload.output_len // 2)
-    for count in workload.batches:
-        # The first prompts decode while the last are still being read: let them not end before the window does.
-        longer = workload.output_len + count * prompt_len // llm.config.engine.max_num_batched_tokens
+    for count, longer in lengths.items():
         params = SamplingParams(temperature=0.6, seed=1, ignore_eos=True, max_tokens=longer)
         times = [tpot(llm, batch(count, prompt_len), params) for _ in range(workload.repeat + 1)][1:]
         median = statistics.median(times)
@@ -153,7 +193,21 @@ def tpot(llm: LLM, prompts: list[list[int]], params: Any) -> float:
         last = now
     while engine.has_work:
         engine.step()
+    if not times[2:-2]:
+        raise ConfigError(
+            f"bench.batches: {len(prompts)} sequences of {len(prompts[0]) + params.max_tokens} tokens do not decode "
+            "together in this KV pool; lower them or bench.context, or raise engine.num_kv_blocks"
+        )
     return statistics.median(times[2:-2])
+
+
+def require_fit(llm: LLM, key: str, num_tokens: int) -> None:
+    """ConfigError if the engine serves no sequence of so many tokens, prompt and output."""
+    if num_tokens > llm.engine.capacity:
+        raise ConfigError(
+            f"bench.{key}: {num_tokens} tokens, prompt and output, exceed the longest sequence "
+            f"of {llm.engine.capacity}; lower it"
+        )
 
 
 def warm_up(llm: LLM, prompts: Sequence[list[int]]) -> None:

@@ -74,6 +74,8 @@ class EvalOptions:
             raise ConfigError(f"eval.stride={self.stride} exceeds eval.window={self.window}: tokens would be left out")
         if self.num_items < 0:
             raise ConfigError(f"eval.num_items must be at least 0, not {self.num_items}")
+        if not self.max_delta_ppl >= 0:
+            raise ConfigError(f"eval.max_delta_ppl must be at least 0, not {self.max_delta_ppl}")
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,10 @@ def run(job: Job) -> dict[str, Any]:
     documents = texts.documents_in(Path(options.text)) if options.text is not None else texts.heldout_documents()
     documents = texts.cut(documents, options.max_bytes)
     base_name, other_name = job.config.kv.name, options.against
+    if job.config.kv == PluginChoice(other_name):
+        raise ConfigError(
+            f"eval.against: {other_name} would be compared with itself; write another kv= or eval.against="
+        )
     with contextlib.ExitStack() as stack:
         llms = [stack.enter_context(llm) for llm in _engines(job, options)]
         figures, bars = evaluate(llms[0], llms[1], documents, options)

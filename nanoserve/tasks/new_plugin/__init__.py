@@ -53,7 +53,7 @@ def run(job: Job) -> dict[str, Any]:
         raise ConfigError(f"path={options.path}: the package cannot be written there ({error.strerror})") from None
     where = folder.name if options.path == "." else folder
     print(f"{folder}: a package with the {options.kind} plugin {options.name!r}. To install it and to test it:")
-    print(f"\n    pip install --no-deps -e {where} && pytest {where}\n")
+    print(f"\n    pip install --no-deps -e {where} && python -m pytest {where}\n")
     if options.kind in KINDS:
         print(f"Then {KINDS[options.kind].group}={options.name} chooses it.")
     else:

@@ -47,7 +47,8 @@ def run(job: Job) -> dict[str, Any]:
     registry, options = job.registry, job.options
     record = None if options.record is None else Path(options.record)
     if options.check:
-        job.file("record", options.record)
+        if (file := job.file("record", options.record)) is not None and file.exists():
+            matrix.read(file)  # refuses what holds no results before they have been got
         return check(registry, record)
     if options.update is not None:
         update(Path(options.update), registry, record)
