@@ -57,10 +57,10 @@ class HopperDecodeBackend(AttentionBackend):
         self.qk_scale = qk_scale(context)
         self.quantized = context.kv.name == "int8"
         # 8 warps of a multiprocessor keep 8 KiB each in flight; INT8 has half of that and needs all that fit.
-        self.num_warps, per_multiprocessor = (2, {True: 8, False: 7}) if self.quantized else (4, {True: 2, False: 2})
+        self.num_warps, per_multiprocessor = (2, {True: 8, False: 6}) if self.quantized else (4, {True: 2, False: 2})
         # No limit for 16 bits, lest a third program fit: where the kernel before drains, some multiprocessors would
         # get three and others one.
-        self.max_registers = 128 if self.quantized else None
+        self.max_registers = {True: 128, False: 168} if self.quantized else {True: None, False: None}
         self.programs = {
             fused_merge: options.num_splits or max(1, n * gpu.multiprocessors // context.num_kv_heads)
             for fused_merge, n in per_multiprocessor.items()
@@ -106,7 +106,7 @@ class HopperDecodeBackend(AttentionBackend):
             FUSED_MERGE=fused_merge,
             EARLY=not fused_merge or (not self.quantized and meta.num_seqs <= EARLY_SEQS),
             num_warps=num_warps,
-            maxnreg=self.max_registers,
+            maxnreg=self.max_registers[fused_merge],
             launch_pdl=True,
         )
         if not fused_merge:
