@@ -180,10 +180,7 @@ class LLM:
         for value in priorities:
             if type(value) is not int:
                 raise RequestError(f"a priority is an integer, lower for the more urgent, not {value!r}")
-        scheduler = self.engine.scheduler
-        if any(priorities) and not scheduler.uses_priority:
-            name = scheduler.plugin or type(scheduler).__name__
-            raise RequestError(f"priority: {name} does not use it; leave it out, or choose a scheduler that does")
+            self.engine.check_priority(value)
         return priorities
 
     def _add(

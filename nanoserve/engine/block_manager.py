@@ -63,8 +63,7 @@ class BlockManager(Blocks):
 
     The engine calls ``commit`` (or ``discard``) once per sequence and step, in the order of the steps, and after each
     ``schedule()`` takes what changed since the last one: ``take_new_rows``, ``take_table_updates`` and
-    ``take_spoiled``. Host work per
-    step is proportional to sequences and new blocks, never to context length.
+    ``take_spoiled``. Host work per step is proportional to sequences and new blocks, never to context length.
 
     prefix_queries, prefix_hits: prompt tokens looked up and found, once per sequence. cache_evictions: hashed blocks
     allocated anew.

@@ -235,6 +235,15 @@ class Engine:
     def has_reports(self) -> bool:
         return bool(self._dirty)
 
+    def check_priority(self, priority: int) -> None:
+        """Raise RequestError for a priority that the scheduler would ignore.
+
+        ``add_request`` takes it all the same, for benchmarks that compare schedulers.
+        """
+        if priority and not self.scheduler.uses_priority:
+            name = self.scheduler.plugin or type(self.scheduler).__name__
+            raise RequestError(f"priority: {name} does not use it; leave it out, or choose a scheduler that does")
+
     def drain(self) -> None:
         """Commit the step in flight, if there is one, without starting another."""
         self._commit_in_flight()
@@ -253,7 +262,27 @@ class Engine:
 
     def report(self) -> list[RequestOutput]:
         """What there is to say since the last call: deltas of streaming requests, results of ended ones."""
-        return self._report() if self._dirty else []
+        dirty, self._dirty = self._dirty, {}
+        reports = []
+        for request in dirty.values():
+            if request.stream:
+                outputs = [delta for seq in request.sequences if (delta := self._delta(seq)) is not None]
+            elif not request.unfinished:
+                outputs = [seq.state.completion for seq in request.sequences]  # type: ignore[attr-defined]
+            else:
+                continue
+            reports.append(
+                RequestOutput(
+                    request_id=request.id,
+                    prompt=request.prompt,
+                    prompt_token_ids=request.prompt_token_ids,
+                    outputs=outputs,
+                    finished=not request.unfinished,
+                    num_cached_tokens=max(request.sequences[0].num_cached_tokens, 0),
+                    metrics=request.metrics,
+                )
+            )
+        return reports
 
     def _step(self) -> None:
         overlap = self.overlap and not self._num_history
@@ -461,29 +490,6 @@ class Engine:
         completion.cumulative_logprob += logprob
 
     # ---------------------------------------------------------------- reporting
-
-    def _report(self) -> list[RequestOutput]:
-        dirty, self._dirty = self._dirty, {}
-        reports = []
-        for request in dirty.values():
-            if request.stream:
-                outputs = [delta for seq in request.sequences if (delta := self._delta(seq)) is not None]
-            elif not request.unfinished:
-                outputs = [seq.state.completion for seq in request.sequences]  # type: ignore[attr-defined]
-            else:
-                continue
-            reports.append(
-                RequestOutput(
-                    request_id=request.id,
-                    prompt=request.prompt,
-                    prompt_token_ids=request.prompt_token_ids,
-                    outputs=outputs,
-                    finished=not request.unfinished,
-                    num_cached_tokens=max(request.sequences[0].num_cached_tokens, 0),
-                    metrics=request.metrics,
-                )
-            )
-        return reports
 
     @staticmethod
     def _delta(seq: Sequence) -> CompletionOutput | None:

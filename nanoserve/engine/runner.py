@@ -146,14 +146,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> InFlight:
-        blocks = self.builder.blocks
-        for seq in blocks.take_new_rows():
+        for seq in self._take_blocks():
             self.sampler.set_row(seq.table_row, seq.params, seq.seed, seq)
-        self.rows.reserve(blocks.num_rows)
-        if spoiled := blocks.take_spoiled():
-            self.kv.clear_blocks(spoiled)
         if self.decode_graphs is not None and not schedule.prefill and len(schedule.decode) <= self.max_num_seqs:
-            blocks.take_table_updates()  # a decoding sequence gets at most its last block, which travels by itself
+            # A decoding sequence gets at most its last block, which travels by itself.
+            self.builder.blocks.take_table_updates()
             decode: list[Sequence] = schedule.decode  # type: ignore[assignment]
             return _Launched(decode, [], self.decode_graphs.launch(decode), self.device)
         batch = self.builder.build(schedule)
@@ -180,11 +177,17 @@ class ModelRunner:
 
         For scoring: the step runs as ``launch`` runs it, through the KV cache, but samples nothing.
         """
-        blocks = self.builder.blocks
-        blocks.take_new_rows()  # no row samples
-        self.rows.reserve(blocks.num_rows)
+        self._take_blocks()  # no row samples
         batch = self.builder.build(schedule)
         return self.model.compute_logits(self._forward(batch))
+
+    def _take_blocks(self) -> list[Sequence]:
+        """Make what the schedule has granted ready to be written; the sequences that were given a row."""
+        blocks = self.builder.blocks
+        self.rows.reserve(blocks.num_rows)
+        if spoiled := blocks.take_spoiled():
+            self.kv.clear_blocks(spoiled)
+        return blocks.take_new_rows()
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         step, graphs = self._attention_step(batch), self.prefill_graphs

@@ -246,9 +246,7 @@ class EngineLoop:
         request = None
         try:
             for request in requests:
-                if request.priority and not engine.scheduler.uses_priority:
-                    name = engine.scheduler.plugin or type(engine.scheduler).__name__
-                    raise RequestError(f"priority: {name} does not use it; leave it out, or serve with one that does")
+                engine.check_priority(request.priority)
                 if request is not requests[0]:  # which is checked when it is added
                     engine.check(request.prompt_token_ids, request.params)
             for request in requests:

@@ -10,6 +10,8 @@ import torch
 
 from nanoserve import LLM, CapacityError, ConfigError, RequestError, SamplingParams
 from nanoserve.contracts.scheduling import Schedule
+from nanoserve.server.messages import Score
+from nanoserve.server.scoring import Scorer
 from tests.helpers.oracle import greedy, is_greedy
 from tests.helpers.tiny_model import build_tiny_model
 
@@ -459,7 +461,8 @@ def test_c41_a_nan_in_one_request_touches_no_neighbour(tiny_folder, rng):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_blocks_that_held_a_nan_are_cleared_for_their_next_owner(tiny_folder, rng, overlap):
+@pytest.mark.parametrize("scores", [True, False])
+def test_blocks_that_held_a_nan_are_cleared_for_their_next_owner(tiny_folder, rng, overlap, scores):
     """Some kernels read rows past a context's end, times a probability of 0, and 0 · NaN is NaN."""
     options = {"overlap": overlap, "num_kv_blocks": 8, "block_size": 16, "enable_prefix_caching": False}
     with make(tiny_folder[0], **options) as llm:
@@ -473,7 +476,11 @@ def test_blocks_that_held_a_nan_are_cleared_for_their_next_owner(tiny_folder, rn
         assert llm.generate([[77, *random_prompt(rng, 40)]], GREEDY)[0].finish_reason == "error"
         assert num_spoiled() == 3
         model.embed_tokens[77] = row
-        assert llm.generate([random_prompt(rng, 5)], replace(GREEDY, max_tokens=4))[0].finish_reason == "length"
+        if scores:  # a prompt that samples nothing, whose blocks a later step must not clear
+            Scorer(llm.engine).score([Score("a", random_prompt(rng, 5), 0)])
+        else:
+            output = llm.generate([random_prompt(rng, 5)], replace(GREEDY, max_tokens=4))[0]
+            assert output.finish_reason == "length"
         assert num_spoiled() == 2
 
 
