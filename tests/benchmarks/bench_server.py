@@ -72,20 +72,27 @@ def run_fake_engine(*arguments: Any) -> None:
     run_engine(*arguments)
 
 
-def load(host: str, port: int, num_streams: int, num_tokens: int, prompt_len: int = 32) -> tuple[float, int, int]:
-    """Seconds, output tokens and events of ``num_streams`` simultaneous streams."""
-    body = json.dumps({
-        "prompt": list(range(300, 300 + prompt_len)), "max_tokens": num_tokens, "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True},
-    }).encode()  # fmt: skip
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+def requests(num: int, num_tokens: int, prompt_len: int = 32) -> list[tuple[list[int], int]]:
+    """So many equal requests: prompt, number of output tokens."""
+    return [(list(range(300, 300 + prompt_len)), num_tokens)] * num
+
+
+def load(host: str, port: int, wanted: list[tuple[list[int], int]]) -> tuple[float, int, int]:
+    """Seconds, output tokens and events of simultaneous streams, one for each request."""
+    messages = []
+    for prompt, num_tokens in wanted:
+        body = json.dumps({
+            "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
+        }).encode()  # fmt: skip
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        messages.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     selector = selectors.DefaultSelector()
     ends: dict[Any, bytes] = {}
     start = time.perf_counter()
-    for _ in range(num_streams):
+    for message in messages:
         connection = socket.create_connection((host, port))
-        connection.sendall(request)
+        connection.sendall(message)
         selector.register(connection, selectors.EVENT_READ)
         ends[connection] = b""
     events = tokens = 0
@@ -101,7 +108,7 @@ def load(host: str, port: int, num_streams: int, num_tokens: int, prompt_len: in
                 tokens += int(end.partition(b'"completion_tokens":')[2].partition(b",")[0])
                 selector.unregister(connection)
                 connection.close()
-    return time.perf_counter() - start, tokens, events - num_streams
+    return time.perf_counter() - start, tokens, events - len(wanted)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -110,9 +117,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def measure(host: str, port: int, streams: int, tokens: int, pids: dict[str, int]) -> None:
-    load(host, port, streams, 16)
+    load(host, port, requests(streams, 16))
     before = {name: cpu_seconds(pid) for name, pid in pids.items()}
-    seconds, delivered, events = load(host, port, streams, tokens)
+    seconds, delivered, events = load(host, port, requests(streams, tokens))
     print(f"{streams} streams: {delivered / seconds:,.0f} tokens/s in {events / seconds:,.0f} events/s")
     for name, pid in pids.items():
         print(f"{name}: {1e6 * (cpu_seconds(pid) - before[name]) / delivered:.1f} us CPU per token")

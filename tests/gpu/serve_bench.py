@@ -5,6 +5,7 @@ python tests/gpu/serve_bench.py
 
 from __future__ import annotations
 
+import random
 import statistics
 import subprocess
 import sys
@@ -16,20 +17,37 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from nanoserve import LLM, SamplingParams  # noqa: E402
-from tests.benchmarks.bench_server import load  # noqa: E402
+from tests.benchmarks.bench_server import load, requests  # noqa: E402
 
 PORT, STREAMS, TOKENS, REPEATS = 8123, 256, 400, 3
-LENGTHS = (32, 512)  # of the prompts, as bench_server sends them
+Requests = list[tuple[list[int], int]]  # prompt, output tokens
 MODEL = ["model=qwen3_0_6b", "model.load_format=dummy", "engine.graph_capture=start"]
 
 
-def show(what: str, timed: Callable[[int, int, int], float]) -> None:
-    """timed: seconds of so many streams of so many tokens after prompts of so many."""
-    for length in LENGTHS:
-        timed(STREAMS, 16, length)
-        rate = STREAMS * TOKENS / statistics.median(timed(STREAMS, TOKENS, length) for _ in range(REPEATS))
-        print(f"{what}, {STREAMS} streams after {length} tokens: {rate:,.0f} output tok/s", flush=True)
-    one = [timed(1, 1, LENGTHS[0]) for _ in range(40)][10:]
+def nano_vllm() -> Requests:
+    """256 requests, prompts and outputs of 100–1024 tokens, as ``bench=nano_vllm`` draws them."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10000) for _ in range(rng.randint(100, 1024))] for _ in range(STREAMS)]
+    return [(prompt, rng.randint(100, 1024)) for prompt in prompts]
+
+
+WORKLOADS = {
+    "prompts of 32, outputs of 400": requests(STREAMS, TOKENS, 32),
+    "prompts of 512, outputs of 400": requests(STREAMS, TOKENS, 512),
+    "prompts and outputs of 100–1024": nano_vllm(),
+}
+
+
+def show(what: str, timed: Callable[[Requests], float]) -> None:
+    """timed: seconds of these requests, all at once."""
+    for name, wanted in WORKLOADS.items():
+        timed([(prompt, 16) for prompt, _ in wanted])
+        total = sum(num_tokens for _, num_tokens in wanted)
+        rates = sorted(total / timed(wanted) for _ in range(REPEATS))
+        print(
+            f"{what}, {len(wanted)} streams, {name}: {', '.join(f'{r:,.0f}' for r in rates)} output tok/s", flush=True
+        )
+    one = [timed(requests(1, 1)) for _ in range(40)][10:]
     print(f"{what}, alone: one token in {1e3 * statistics.median(one):.2f} ms", flush=True)
 
 
@@ -48,7 +66,7 @@ def served() -> None:
             if server.poll() is not None:
                 raise SystemExit("the server ended while it started")
         print(f"ready after {time.perf_counter() - start:.1f} s", flush=True)
-        show("served", lambda streams, tokens, length: load("127.0.0.1", PORT, streams, tokens, length)[0])
+        show("served", lambda wanted: load("127.0.0.1", PORT, wanted)[0])
     finally:
         server.terminate()
         server.wait()
@@ -57,11 +75,9 @@ def served() -> None:
 def offline() -> None:
     with LLM("qwen3_0_6b", load_format="dummy", graph_capture="start") as llm:
 
-        def timed(streams: int, tokens: int, length: int) -> float:
-            prompts, params = (
-                [list(range(300, 300 + length))] * streams,
-                SamplingParams(max_tokens=tokens, ignore_eos=True),
-            )
+        def timed(wanted: Requests) -> float:
+            prompts = [prompt for prompt, _ in wanted]
+            params = [SamplingParams(max_tokens=num_tokens, ignore_eos=True) for _, num_tokens in wanted]
             start = time.perf_counter()
             llm.generate(prompts, params)
             return time.perf_counter() - start
