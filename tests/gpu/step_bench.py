@@ -13,19 +13,18 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.models import layers
-from nanoserve.ops import _wgmma, linear
+from nanoserve.ops import linear
 from nanoserve_plugins.attention import hopper_decode
 from nanoserve_plugins.kvcache import _kernels as kv_kernels
 
 ALWAYS = 10**9
-FUSED, TILE_FOR = layers.linear_add_norm_, _wgmma.tile_for
+FUSED = layers.linear_add_norm_
 
 
 def apart(
@@ -34,29 +33,21 @@ def apart(
     return linear.Norm(linear.linear_add_(residual, x, w, bias), norm, eps)
 
 
-def small_qkv(num_tokens: int, n: int, k: int, swiglu: bool) -> _wgmma.Tile | None:
-    """The product ahead of attention in at most 96 KiB of shared memory, so that L1 keeps 128 KiB."""
-    tile = TILE_FOR(num_tokens, n, k, swiglu)
-    return tile if tile is None or swiglu or n <= 2048 else replace(tile, x_stages=3, w_stages=3)
-
-
-#: MAX_WGMMA_TOKENS, up to how many tokens the store and attention let the next kernel start early, how norms are added,
-#: which tiles.
+#: MAX_WGMMA_TOKENS, up to how many tokens the store and attention let the next kernel start early, how norms are
+#: added.
 SETTINGS = {
-    "cuBLAS": (0, 32, 32, FUSED, TILE_FOR),
-    "wgmma": (256, 32, 32, FUSED, TILE_FOR),
-    "norms apart": (256, 32, 32, apart, TILE_FOR),
-    "early store": (256, ALWAYS, 32, FUSED, TILE_FOR),
-    "early attention": (256, 32, ALWAYS, FUSED, TILE_FOR),
-    "small qkv": (256, 32, 32, FUSED, small_qkv),
-    "small qkv, early store": (256, ALWAYS, 32, FUSED, small_qkv),
+    "cuBLAS": (0, 32, 32, FUSED),
+    "wgmma": (256, 32, 32, FUSED),
+    "norms apart": (256, 32, 32, apart),
+    "early store": (256, ALWAYS, 32, FUSED),
+    "early attention": (256, 32, ALWAYS, FUSED),
 }
 BATCHES, CONTEXT, ROUNDS, STEPS = (16, 32, 48, 64, 128, 256), 960, 4, 6
 
 
 def apply(setting: str) -> None:
-    linear.MAX_WGMMA_TOKENS, kv_kernels.EARLY_TOKENS, hopper_decode.EARLY_SEQS, add, tile_for = SETTINGS[setting]
-    layers.linear_add_norm_, _wgmma.tile_for = add, tile_for
+    linear.MAX_WGMMA_TOKENS, kv_kernels.EARLY_TOKENS, hopper_decode.EARLY_SEQS, add = SETTINGS[setting]
+    layers.linear_add_norm_ = add
 
 
 def measure(llm: LLM, batch: int) -> dict[str, float]:
