@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -95,11 +96,70 @@ def test_kernels_compile_without_spills():
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
+#: dtype → (what is done with the product, n, k): tails of N and of K among them. Each is a kernel, or three.
+PRODUCTS = {
+    torch.bfloat16: [
+        *(("plain", 4096, 1024), ("add", 1024, 3072), ("swiglu", 6144, 1024)),
+        *((kind, 2064, 1032) for kind in ("plain", "add", "swiglu")),
+        *((kind, 48, 72) for kind in ("add", "swiglu")),
+    ],
+    torch.float16: [("add", 1024, 3072), ("plain", 2064, 1032), ("swiglu", 2064, 1032)],
+}
+TOKENS = (33, 64, 65, 100, 129, 256)
 
-@pytest.fixture
+
+def product_of(kind, x, weight, bias, out):
+    """Our kernel; ``add`` has a bias too."""
+    from nanoserve.ops._wgmma import tile_for, wgmma_linear
+
+    tile = tile_for(x.shape[0], *weight.shape, kind == "swiglu")
+    wgmma_linear(x, weight, out, tile, bias=bias if kind == "add" else None, swiglu=kind == "swiglu", add=kind == "add")
+
+
+def compile_share(index, count):
+    """In a subprocess: every ``count``-th kernel of the tests below, for Triton's cache."""
+    from nanoserve.ops._wgmma import Weighted, tile_for, wgmma_linear
+    from tests.helpers.triton_compile import compile_launches
+
+    def tensor(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype)
+
+    launches = {}
+    for (dtype, products), tokens in product(PRODUCTS.items(), TOKENS):
+        for kind, n, k in products:
+            x, weight, bias = tensor(tokens, k, dtype=dtype), tensor(n, k, dtype=dtype), tensor(n, dtype=dtype)
+            wide = torch.float32 if dtype == torch.float16 else dtype
+            out = tensor(tokens, n // 2 if kind == "swiglu" else n, dtype=wide)
+            key = dtype, kind, n, k, tile_for(tokens, n, k, kind == "swiglu")
+            launches[key] = functools.partial(product_of, kind, x, weight, bias, out)
+    for (name, (n, k)), tokens in product(SHAPES.items(), (64, 65, 128, 256)):
+        swiglu, add = name == "gate_up", name in ("o", "down")
+        tile = tile_for(tokens, n, k, swiglu)
+        x, weight, out = tensor(tokens, k), tensor(n, k), tensor(tokens, n // 2 if swiglu else n)
+        before = tile_for(tokens, 1024, 2048, False)
+        options = {"weighted": Weighted.of(out, tensor(n), 1e-6, tile)} if add else {}
+        if not add:
+            options["norm"] = Weighted.of(x, tensor(k), 1e-6, before)
+        call = functools.partial(wgmma_linear, x, weight, out, tile, swiglu=swiglu, add=add, **options)
+        launches[name, tile] = call
+    for call in list(launches.values())[index::count]:
+        compile_launches(call, 90)
+
+
+@pytest.fixture(scope="module")
 def hopper():
+    """Compiling the kernels one after the other would take minutes."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    count = min(16, os.cpu_count())
+    shares = [
+        subprocess.Popen([sys.executable, __file__, str(i), str(count)], env=environment, stderr=subprocess.PIPE)
+        for i in range(count)
+    ]
+    for share in shares:
+        _, errors = share.communicate()
+        assert share.returncode == 0, errors.decode()[-3000:]
 
 
 def randn(*shape, dtype, scale=1.0):
@@ -112,15 +172,13 @@ def relative_error(ours, reference):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tokens", [33, 64, 65, 100, 129, 256])
+@pytest.mark.parametrize("dtype", PRODUCTS, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
 def test_products(tokens, dtype):
     """C50: tails of tokens, of N and of K; memory beyond x and W is NaN; fp16 adds to an fp32 residual."""
-    from nanoserve.ops._wgmma import tile_for, wgmma_linear
-
     torch.manual_seed(tokens)
     wide = torch.float32 if dtype == torch.float16 else dtype
-    for n, k in ((4096, 1024), (1024, 3072), (2064, 1032), (48, 72)):
+    for kind, n, k in PRODUCTS[dtype]:
         padded = randn(tokens + 64, k, dtype=dtype)
         padded[tokens:] = float("nan")
         x, bias = padded[:tokens], randn(n, dtype=dtype)
@@ -131,20 +189,16 @@ def test_products(tokens, dtype):
         plain = x.double() @ weight.double().T
         expected = {
             "plain": plain,
-            "bias": plain + bias.double(),
             "add": residual.double() + plain + bias.double(),
             "swiglu": silu_and_mul_reference(plain),
-        }
-        for name, reference in expected.items():
-            guarded = torch.full((tokens + 64, reference.shape[1]), float("nan"), dtype=wide, device="cuda")
-            out = guarded[:tokens]
-            if name == "add":
-                out.copy_(residual)
-            tile = tile_for(tokens, n, k, name == "swiglu")
-            options = {"bias": bias if name in ("bias", "add") else None, "add": name == "add"}
-            wgmma_linear(x, weight, out, tile, swiglu=name == "swiglu", **options)
-            assert relative_error(out, reference) < torch.finfo(dtype).eps, (name, n, k)
-            assert guarded[tokens:].isnan().all(), (name, n, k)
+        }[kind]
+        guarded = torch.full((tokens + 64, expected.shape[1]), float("nan"), dtype=wide, device="cuda")
+        out = guarded[:tokens]
+        if kind == "add":
+            out.copy_(residual)
+        product_of(kind, x, weight, bias, out)
+        assert relative_error(out, expected) < torch.finfo(dtype).eps, (kind, n, k)
+        assert guarded[tokens:].isnan().all(), (kind, n, k)
 
 
 @pytest.mark.gpu
@@ -194,4 +248,7 @@ def test_a_layer_in_a_graph(tokens, monkeypatch):
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all()))
+    if len(sys.argv) > 1:
+        compile_share(*map(int, sys.argv[1:]))
+    else:
+        print(json.dumps(compile_all()))

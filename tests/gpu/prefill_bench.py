@@ -127,7 +127,7 @@ CHECKED = [
 ]
 CANDIDATES = [Job(kind, "auto", page) for kind in ("hopper", "flash") for page in (0, 256, 16)]
 TUNED = [Job("hopper", f"kernel/{mib}") for mib in (4, 16, 64)] + [Job("flash", tile) for tile in TILES]
-INT8 = [Job(kind, "auto", page, "int8") for kind in ("hopper", "flash") for page in (16, 256)]
+INT8 = [Job(kind, "auto", page, "int8") for kind in ("hopper", "flash") for page in (0, 16, 256)]
 INT8_TUNED = [Job("flash", tile, 256, "int8") for tile in TILES]
 
 
@@ -307,10 +307,10 @@ def time_shapes(names, tune=False):
     for shape in names:
         lens = SHAPES[shape]
         prefix = any(q < k for q, k in lens)
-        jobs = CANDIDATES + (TUNED if tune else []) + (INT8 if prefix else []) + (INT8_TUNED if tune and prefix else [])
+        jobs = CANDIDATES + INT8 + (TUNED if tune else []) + (INT8_TUNED if tune and prefix else [])
         if max(q for q, _ in lens) <= 256 and not prefix:
             jobs = [*jobs, Job("varlen", "auto", 16)]
-        jobs = [job for job in jobs if job.page or not prefix]
+        jobs = [job for job in jobs if (job.page if prefix else not job.page or job.kv == "bf16")]
         cases = {key: Job("hopper", "", *key).case(lens, poison=0.0) for key in {(job.page, job.kv) for job in jobs}}
         reference = cases[256, "bf16"]
         functions = torch_candidates(reference)
@@ -319,6 +319,11 @@ def time_shapes(names, tune=False):
             functions[str(job)] = job.planned(cases[job.page, job.kv])[0]
         result = medians(functions)
         best = min(result[name] for name in theirs if name in result)
+        shares = []
+        for page in (256, 16) if prefix else (0,):
+            ours = {kv: min(result.get(str(j), 1e9) for j in jobs if (j.page, j.kv) == (page, kv)) for kv in FORMATS}
+            source = f"context in pages of {page}" if page else "fresh"
+            shares.append(f"{source} {ours['bf16'] / ours['int8']:.2f}")
         print(f"== {shape}: " + " | ".join(f"{name} {result.pop(name):.1f}" for name in theirs if name in result))
         line = [
             f"{name} {t:.1f} ({best / t:.2f} {flops(reference) / t * 1e-6:.0f})"
@@ -326,6 +331,7 @@ def time_shapes(names, tune=False):
         ]
         for i in range(0, len(line), 5):
             print("   " + " | ".join(line[i : i + 5]))
+        print(f"   int8, times as fast as our bf16: {', '.join(shares)}")
         sys.stdout.flush()
 
 
