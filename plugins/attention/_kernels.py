@@ -328,6 +328,47 @@ def _plan(
 
 
 @triton.jit
+def _equal_pieces(context_len, chunk, STEP: tl.constexpr):
+    """Pieces of contexts cut evenly into pieces of at most ``chunk`` steps, and the steps of each but the last."""
+    steps = tl.cdiv(context_len, STEP)
+    length = tl.maximum(tl.cdiv(steps, tl.maximum(tl.cdiv(steps, chunk), 1)), 1)
+    return tl.cdiv(steps, length), length
+
+
+@triton.jit(do_not_specialize=["batch", "programs"])
+def _plan_pieces(
+    context_lens, items, splits, batch, programs, STEP: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr
+):
+    """See ``WorkList.plan_pieces``. One program; BLOCK is batch padded to a power of two."""
+    seq = tl.arange(0, BLOCK)
+    context_len = tl.load(context_lens + seq, mask=seq < batch, other=0)
+    chunk = tl.maximum(tl.cdiv(tl.sum(tl.cdiv(context_len, STEP), 0), programs), 1)
+    pieces, length = _equal_pieces(context_len, chunk, STEP)
+    first = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, batch, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        other_len = tl.load(context_lens + other, mask=other < batch, other=0)
+        other_pieces, other_length = _equal_pieces(other_len, chunk, STEP)
+        longer = other_length[None, :] > length[:, None]
+        longer |= (other_length[None, :] == length[:, None]) & (other[None, :] < seq[:, None])
+        first += tl.sum(tl.where(longer, other_pieces[None, :], 0), 1)
+    tl.store(splits + 2 * seq, first, mask=seq < batch)
+    tl.store(splits + 2 * seq + 1, pieces, mask=seq < batch)
+    for piece in range(tl.max(pieces, 0)):
+        mine = piece < pieces
+        item = items + (first + piece) * ITEM
+        tl.store(item, seq, mask=mine)
+        tl.store(item + 1, piece * length * STEP, mask=mine)
+        tl.store(item + 2, tl.minimum((piece + 1) * length * STEP, context_len), mask=mine)
+        tl.store(item + 3, first, mask=mine)
+        tl.store(item + 4, pieces, mask=mine)
+    for start in range(tl.sum(pieces, 0), programs + batch, BLOCK):
+        idle = items + (start + seq) * ITEM
+        tl.store(idle + 1, 0, mask=start + seq < programs + batch)
+        tl.store(idle + 2, 0, mask=start + seq < programs + batch)
+
+
+@triton.jit
 def merge_pieces(partial, lse, row, pieces, row_stride, dim, D: tl.constexpr, P: tl.constexpr):
     """Σ 2^lse[i] · partial[i] / Σ 2^lse[i] over rows ``row + i · row_stride``, i < pieces → fp32 ``[dim]``.
 
@@ -437,6 +478,26 @@ class WorkList:
             STEP=step,
             MIN_STEPS=self.min_steps,
             BLOCK=block,
+            num_warps=4 if block > 64 else 1,
+        )
+        self.arrived.zero_()
+
+    def plan_pieces(self, meta: DecodeMetadata, programs: int, step: int) -> None:
+        """Fill ``items`` and ``splits``, not ``shares``, for a grid of (kv_heads, programs + num_seqs), an item each.
+
+        A context longer than a ``programs``-th of the batch is cut into the fewest equal pieces that are not; the
+        longest pieces come first. Items without tokens, where start = end, are left over.
+        """
+        block = max(16, triton.next_power_of_2(meta.num_seqs))
+        _plan_pieces[(1,)](
+            meta.context_lens,
+            self.items,
+            self.splits,
+            meta.num_seqs,
+            programs,
+            STEP=step,
+            BLOCK=block,
+            OTHERS=max(1, min(32, 16384 // block)),
             num_warps=4 if block > 64 else 1,
         )
         self.arrived.zero_()

@@ -1,8 +1,10 @@
-"""Decode backend ``paged_v2_split``: ``paged_v2`` over even shares of the batch (FlashDecoding's split-K).
+"""Decode backend ``paged_v2_split``: ``paged_v2`` over pieces of the batch (FlashDecoding's split-K).
 
-The device cuts the batch once per step (``WorkList``), so one CUDA graph serves every context. A context that stays in
-one piece writes its output directly; of a cut one, the piece that ends last merges all (found by a counter), or a
-second kernel does, where pieces are many. The portable default: any GPU from sm_80, and the interpreter.
+The device cuts the batch once per step (``WorkList``), so one CUDA graph serves every context: a small batch into even
+shares, one per program; a large one, whose sequences fill the GPU anyway, into sequences, of which only overlong ones
+are cut, longest first. A context that stays in one piece writes its output directly; of a cut one, the piece that ends
+last merges all (found by a counter), or a second kernel does, where pieces are many. The portable default: any GPU from
+sm_80, and the interpreter.
 
 Floating caches: tiles of 64 tokens, four warps. INT8: one warp per program on packed words (``attend_group_words``).
 """
@@ -54,35 +56,37 @@ class PagedV2SplitBackend(AttentionBackend):
         self.quantized = context.kv.name == "int8"
         if self.quantized:
             self.head_dim_padded = max(64, triton.next_power_of_2(context.head_dim))
-            self.tile, self.num_warps, per_multiprocessor = 16, 1, (11, 11)
+            self.tile, self.num_warps, self.num_stages, per_multiprocessor = 16, 1, 1, (11, 11)
             self.max_registers = 176 if context.head_dim <= 128 else None
         else:
             self.head_dim_padded = triton.next_power_of_2(context.head_dim)
             self.tile = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize))
-            self.num_warps, per_multiprocessor = 4, (2, 3)
-            self.max_registers = None
+            self.num_warps, self.num_stages, per_multiprocessor = 4, 3, (2, 3)
+            self.max_registers = 168 if context.head_dim <= 128 else None
+        self.early = False
         self.asm = gpu is not None and context.dtype != torch.float32
         multiprocessors = gpu.multiprocessors if gpu else 1
         filling = [max(1, n * multiprocessors // context.num_kv_heads) for n in per_multiprocessor]
         self.few, self.many = [options.num_splits or programs for programs in filling]
         self.work = WorkList(context, self.head_dim_padded, self.many)
 
-    def launch(self, num_seqs: int) -> tuple[int, bool]:
-        """Programs per KV head, and whether these merge what they have cut: with more pieces, a second kernel is
-        better."""
+    def launch(self, num_seqs: int) -> tuple[int, bool, bool]:
+        """Programs per KV head; whether each does one piece (and there are as many more as sequences); and whether
+        they merge what they have cut: with more pieces, a second kernel is better."""
         programs = self.few if num_seqs <= 2 * self.few else self.many
-        return even_programs(programs, num_seqs), num_seqs >= 8
+        by_piece = not self.quantized and num_seqs > 2 * self.few
+        return even_programs(programs, num_seqs), by_piece, num_seqs >= 8
 
-    def plan_decode(self, meta: DecodeMetadata) -> tuple[int, bool]:
-        plan = programs, _ = self.launch(meta.num_seqs)
-        self.work.plan(meta, programs, self.tile)
+    def plan_decode(self, meta: DecodeMetadata) -> tuple[int, bool, bool]:
+        plan = programs, by_piece, _ = self.launch(meta.num_seqs)
+        (self.work.plan_pieces if by_piece else self.work.plan)(meta, programs, self.tile)
         return plan
 
     def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
         context, work = self.context, self.work
-        programs, fused_merge = meta.plan
+        programs, by_piece, fused_merge = meta.plan
         k, v = (x.view(torch.int32) if self.quantized else x for x in (layer.k, layer.v))
-        paged_v2_split_kernel[(context.num_kv_heads, programs)](
+        paged_v2_split_kernel[(context.num_kv_heads, programs + meta.num_seqs if by_piece else programs)](
             q,
             k,
             v,
@@ -106,13 +110,15 @@ class PagedV2SplitBackend(AttentionBackend):
             QUANTIZED=self.quantized,
             ASM=self.asm,
             PDL=self.pdl,
+            BY_PIECE=by_piece,
             FUSED_MERGE=fused_merge,
+            EARLY=not fused_merge or self.early,
             M=8 if self.quantized and context.num_q_heads <= 8 * context.num_kv_heads else 16,
             D=self.head_dim_padded,
             N=self.tile,
             num_warps=self.num_warps,
-            num_stages=1 if self.quantized else 3,
-            maxnreg=168 if fused_merge and not self.quantized and context.head_dim <= 128 else self.max_registers,
+            num_stages=self.num_stages,
+            maxnreg=self.max_registers if self.quantized or by_piece else None,
             launch_pdl=self.pdl,
         )
         if not fused_merge:
@@ -146,30 +152,42 @@ def paged_v2_split_kernel(
     QUANTIZED: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
+    BY_PIECE: tl.constexpr,
     FUSED_MERGE: tl.constexpr,
+    EARLY: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
 ):
     """q, out ``[num_seqs, q_heads, head_dim]``; grid (kv_heads, programs). Scratch as ``WorkList`` describes it.
 
+    BY_PIECE: a program does one item (``WorkList.plan_pieces``), else a share. EARLY: the next kernel starts at once.
     QUANTIZED: the caches are int32 words. Their row of D / 4 words pads HEAD_DIM / 4 to 16 or more.
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    share = shares + program * SHARE
-    begin = tl.load(share)
-    stop = tl.load(share + 1)
-    seq = tl.load(share + 2)
-    start = tl.load(share + 3)
-    end = tl.load(share + 4)
-    pieces = tl.load(share + 6)
+    if BY_PIECE:
+        begin = program
+        stop = program + 1
+        record = items + program * ITEM
+    else:
+        begin = tl.load(shares + program * SHARE)
+        stop = tl.load(shares + program * SHARE + 1)
+        record = shares + program * SHARE + 2
+    seq = tl.load(record)
+    start = tl.load(record + 1)
+    end = tl.load(record + 2)
+    pieces = tl.load(record + 4)
     if PDL:
-        if not FUSED_MERGE:
+        if EARLY:
             gdc_launch_dependents()
         gdc_wait()
+    if BY_PIECE:  # noqa: SIM102 (a constant)
+        if start == end:
+            return
     cut = False
     for item in range(begin, stop):
+        start = start // N * N  # as it is; now the compiler knows that tokens of a page stay side by side
         q_group = q + seq.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
         out_group = out + seq.to(tl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
         block_row = block_table + seq.to(tl.int64) * table_stride
@@ -226,10 +244,11 @@ def paged_v2_split_kernel(
             store_heads(partial + row.to(tl.int64) * D, D, acc, GROUP, D)
             tl.store(lse + row + head, maximum + tl.log2(normaliser), mask=head < GROUP)
             cut = True
-        seq = tl.load(items + (item + 1) * ITEM)
-        start = tl.load(items + (item + 1) * ITEM + 1)
-        end = tl.load(items + (item + 1) * ITEM + 2)
-        pieces = tl.load(items + (item + 1) * ITEM + 4)
+        if not BY_PIECE:
+            seq = tl.load(items + (item + 1) * ITEM)
+            start = tl.load(items + (item + 1) * ITEM + 1)
+            end = tl.load(items + (item + 1) * ITEM + 2)
+            pieces = tl.load(items + (item + 1) * ITEM + 4)
 
     if FUSED_MERGE:  # noqa: SIM102 (a constant)
         if cut:

@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "paged_v2-int8": {"backend": "paged_v2", "kv": "int8"},
     "split-small-batch": {"backend": "paged_v2_split", "batch": 1},
     "split": {"backend": "paged_v2_split"},
+    "split-large-batch": {"backend": "paged_v2_split", "batch": 128},
     "split-int8-small-batch": {"backend": "paged_v2_split", "kv": "int8", "batch": 1},
     "split-int8": {"backend": "paged_v2_split", "kv": "int8"},
     "split-head256": {"backend": "paged_v2_split", "head_dim": 256},

@@ -19,17 +19,20 @@ class TestPagedV2Split(AttentionBackendSuite):
 
 
 class TestPagedV2SplitInPieces(AttentionBackendSuite):
-    """Most contexts are cut; up to 7 of them a second kernel merges, from 8 on the last piece."""
+    """Most contexts are cut; up to 7 of them a second kernel merges, from 8 on the last piece. From 11 on every piece
+    has a program."""
 
     backend = "paged_v2_split"
     options = {"num_splits": 5}
 
-    def test_the_last_piece_merges_a_large_batch(self, kv_format: str) -> None:
+    @pytest.mark.parametrize("padding", [0, 4])
+    def test_the_last_piece_merges_a_large_batch(self, kv_format: str, padding: int) -> None:
         """Contexts of one piece, of two, and of all pieces; scratch counters are back at 0 for the next layer."""
         context = self.make_context(kv_format)
         backend = self.build(context)
-        case = make_case(context, [7, 0, 33, 2, 130, 16, 90, 1, 3, 21])
+        case = make_case(context, [7, 0, 33, 2, 330, 16, 90, 1, 3, 21, *[0] * padding])
         case.plan(backend)
+        assert case.meta.plan[1] == (padding > 0 and kv_format != "int8")
         live = [0, *range(2, 10)]
         for _ in range(2):
             self.assert_right(case.attend(backend)[live], case.expected()[live])
@@ -71,6 +74,30 @@ def test_plan_cuts_the_batch_evenly(context_lens: list[int], programs: int, step
     loads = [sum(-(-(end - start) // step) for _, start, end, _, _ in items[begin:stop]) for begin, stop, *_ in shares]
     assert all(load <= chunk for load in loads) and sum(loads) == total
     assert [steps for begin, stop, *_, steps in shares if begin < stop] == [load for load in loads if load]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.integers(1, 30), st.sampled_from([16, 64]))
+def test_plan_of_pieces_cuts_long_contexts_only(context_lens: list[int], programs: int, step: int) -> None:
+    work = work_list(programs, max_num_seqs=40)
+    work.items.fill_(-1)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    work.plan_pieces(DecodeMetadata(len(lens), lens, lens, lens, (), 0), programs, step)
+    chunk = max(1, -(-sum(-(-n // step) for n in context_lens) // programs))
+    items = [tuple(row[:5]) for row in work.items[: programs + len(lens)].tolist()]
+    live = [item for item in items if item[1] != item[2]]
+    assert items[: len(live)] == live
+    longest = {seq: -(-end // step) for seq, start, end, _, _ in live if start == 0}
+    assert [longest[seq] for seq, *_ in live] == sorted((longest[seq] for seq, *_ in live), reverse=True)
+    for seq, n in enumerate(context_lens):
+        first, pieces = work.splits[seq].tolist()
+        assert [index for index, item in enumerate(live) if item[0] == seq] == list(range(first, first + pieces))
+        spans = [item[1:3] for item in live[first : first + pieces]]
+        assert [start for start, _ in spans] == [0, *(end for _, end in spans)][:pieces]
+        assert (spans[-1][1] if spans else 0) == n
+        assert all(end - start <= chunk * step and start % step == 0 for start, end in spans)
+        assert all(item[3:] == (first, pieces) for item in live[first : first + pieces])
+        assert pieces == 1 or -(-n // step) > chunk or n == 0
 
 
 @given(st.integers(1, 400), st.integers(1, 300))

@@ -1,8 +1,9 @@
 """Decode kernels on a GPU, in the variants that no option chooses too: compile in parallel, check against float64.
 
-    python tests/gpu/decode_bench.py compile check fuzz     # any of the stages, in this order
+    python tests/gpu/decode_bench.py compile check fuzz time     # any of the stages, in this order
+    python tests/gpu/decode_bench.py time small int8             # shapes and variants of SWEEPS, compiled first
 
-``nanoserve task=bench_kernels phase=decode`` times them.
+``nanoserve task=bench_kernels phase=decode`` times every backend as it is.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ SMS = 132
 
 
 def make_backend(name, context):
-    """``v1``, ``v2``, ``fused``, ``split[:programs:merge]``, ``hopper[:warps:programs:merge]``; merge: 1 in the kernel,
-    0 in a second one."""
+    """``v1``, ``v2``, ``fused``, ``split[:programs:merge]``, ``piece:programs:merge`` (split, a program per piece),
+    ``hopper[:warps:programs:merge]``; merge: 1 in the kernel, 0 in a second one. After them, attributes of the backend
+    to set: ``piece:66:1:num_stages=2``."""
     kind, *args = name.split(":")
+    attributes = {key: int(value) for key, value in (arg.split("=") for arg in args if "=" in arg)}
+    args = [arg for arg in args if "=" not in arg]
     if kind == "v1":
         return paged_v1.PagedV1Backend(context, paged_v1.PagedV1Config())
     if kind == "fused":
@@ -49,12 +53,19 @@ def make_backend(name, context):
     if kind == "v2":
         return paged_v2.PagedV2Backend(context, paged_v2.PagedV2Config())
     *numbers, merge = [int(arg) for arg in args] or [0]
-    if kind == "split":
+    if kind in ("split", "piece"):
         backend = paged_v2_split.PagedV2SplitBackend(context, paged_v2_split.PagedV2SplitConfig())
     else:
         backend = hopper_decode.HopperDecodeBackend(context, hopper_decode.HopperDecodeConfig())
+    for key, value in attributes.items():
+        assert hasattr(backend, key), key
+        setattr(backend, key, value or None)
     if numbers:
-        backend.launch = lambda num_seqs: (*numbers, bool(merge))
+        if kind == "split":
+            backend.launch = lambda num_seqs: (_kernels.even_programs(numbers[0], num_seqs), False, bool(merge))
+        else:
+            by_piece = (True,) if kind == "piece" else ()
+            backend.launch = lambda num_seqs: (*numbers, *by_piece, bool(merge))
         backend.work = _kernels.WorkList(context, backend.work.partial.shape[-1], numbers[-1], backend.work.min_steps)
     return backend
 
@@ -183,6 +194,33 @@ def fuzz_stage(per_heads=28):
             print(f"fuzz {fmt} {name}: {count} shapes, error {worst:.4f}", flush=True)
 
 
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def time_stage(fmt, shapes, names, rounds=15):
+    """µs of a layer, as ``task=bench_kernels`` measures them: the plan and every merge included, K and V cold."""
+    from nanoserve.config import EngineConfig
+    from nanoserve.registry import Registry
+    from nanoserve.tasks.kernels import measure
+    from nanoserve.tasks.kernels.shapes import KernelShape
+
+    config = EngineConfig.from_kwargs(device="cuda", dtype="bfloat16", kv=fmt)
+    bench = measure.Bench(config, Registry.discover(), measure.Heads(HQ, HKV, D), fmt, measure.Effort(rounds, 2.0))
+    bench.capturable = bench._attends_to_all = lambda name: True
+    measure.make_builder = lambda registry, settings, context: lambda name: make_backend(name, context)
+    print(fmt, *(f"{i}: {name}" for i, name in enumerate(names)), sep="\n")
+    print("shape      ", *(f"{i:>8}" for i in range(len(names))))
+    for shape in shapes:
+        timings = bench.measure(KernelShape.parse(shape, "decode"), names, with_torch=False)
+        cells = ["wrong" if t.wrong else t.failed or f"{t.us:.1f}" for t in timings.values()]
+        print(f"{shape:11}", *(f"{cell:>8}" for cell in cells), flush=True)
+
+
+def sweep_jobs(fmt, shapes, names):
+    batches = {int(shape.removeprefix("ragged").partition("x")[0]) for shape in shapes}
+    return {(name, fmt, 16, batch, HEADS[0]) for name in names for batch in batches}
+
+
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 CHECKS = {
@@ -192,17 +230,72 @@ CHECKS = {
         "split",
         "split:33:0",
         "split:33:1",
+        "piece:33:0",
+        "piece:49:1:early=1",
         "hopper",
         "hopper:4:33:0",
         "hopper:4:33:1",
         "hopper:1:198:1",
     ],
-    "int8": ["fused", "v2", "split", "split:88:0", "split:88:1", "hopper", "hopper:2:132:0", "hopper:2:132:1"],
+    "int8": [
+        "fused",
+        "v2",
+        "split",
+        "split:88:0",
+        "split:88:1",
+        "piece:88:1",
+        "hopper",
+        "hopper:2:132:0",
+        "hopper:2:132:1",
+    ],
 }
 FUZZ = {"bf16": ("v1", "v2", "split", "hopper"), "int8": ("fused", "v2", "split", "hopper")}
 
+SWEEPS = {
+    "time": (
+        "bf16",
+        [
+            *("16x1024", "32x1024", "64x1024", "96x1024", "128x1024", "256x1024", "32x4096", "64x8192"),
+            *("ragged32", "ragged64", "ragged256"),
+        ],
+        [
+            "v2",
+            "split:33:1",
+            "split:49:1",
+            "split:33:1:early=1",
+            "piece:33:1:early=1",
+            "piece:49:1",
+            "piece:49:1:early=1",
+            "piece:98:1:early=1",
+            "piece:66:1:num_stages=2:max_registers=0:early=1",
+            "piece:132:1:num_stages=2:max_registers=0:early=1",
+            "piece:66:1:num_stages=4:tile=32:max_registers=0:early=1",
+        ],
+    ),
+    "small": (
+        "bf16",
+        ["1x1024", "8x511", "1x4096", "1x32768", "4x4096", "16x1024", "ragged8", "ragged16"],
+        [
+            "v2",
+            "split:33:0",
+            "split:33:1",
+            "piece:33:0",
+            "piece:33:1:early=1",
+            "piece:16:1:early=1",
+        ],
+    ),
+    "int8": (
+        "int8",
+        ["1x32768", "8x511", "32x1024", "64x1024", "256x1024", "64x8192", "ragged64", "ragged256"],
+        ["v2", "split:181:0", "split:181:1", "piece:181:1", "piece:181:0", "piece:362:1", "piece:181:1:early=1"],
+    ),
+}
+
 if __name__ == "__main__":
     stages = sys.argv[1:]
+    sweeps = [SWEEPS[stage] for stage in stages if stage in SWEEPS]
+    if sweeps:
+        compile_stage(sorted(set().union(*(sweep_jobs(*sweep) for sweep in sweeps)), key=str))
     if "compile" in stages:
         jobs = set()
         for fmt, names in CHECKS.items():
@@ -218,3 +311,5 @@ if __name__ == "__main__":
         check_stage(CHECKS)
     if "fuzz" in stages:
         fuzz_stage()
+    for sweep in sweeps:
+        time_stage(*sweep)
