@@ -2,10 +2,15 @@
 
 A step of decoding sequences differs from the one before it in three integers per sequence (table row, context length,
 last block) and a few sampling parameters. The host writes those into one pinned buffer; everything else is derived on
-the device. Batches are padded to a bucket: padding rows have context 0, point at a scratch row of the block table and
-write to no slot. Graphs are captured the first time a bucket is met, and share one memory pool.
+the device, and the sampled tokens are written straight into pinned memory. Batches are padded to a bucket: padding rows
+have context 0, point at a scratch row of the block table and write to no slot. Graphs are captured the first time a
+bucket is met, and share one memory pool.
 
-Sampling is a graph of its own: a batch with top-k, penalties or logprobs replays the model and samples eagerly.
+A batch with a bias, penalties, a grammar or logprobs needs the logits: it replays a graph that ends there, captured
+when it is first needed, and samples eagerly.
+
+Two buffers alternate on the host, in either direction: a step may be launched while the one before it runs, but the
+tokens of the step before that one must have been read.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +35,8 @@ from nanoserve.ops.decode_inputs import DecodeInputs, decode_inputs
 
 log = logging.getLogger("nanoserve")
 
-NUM_INTS, NUM_FLOATS = 3, 5  # per sequence: row, context length, last block; the sampler's parameters
+# Per sequence: row, context length, last block, place among the sampled tokens; the sampler's parameters.
+NUM_INTS, NUM_FLOATS = 4, 5
 
 
 def buckets_up_to(max_num_seqs: int) -> list[int]:
@@ -40,15 +47,17 @@ def buckets_up_to(max_num_seqs: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A batch size with its buffers. The callables run the step or replay its capture."""
+    """A batch size with its buffers.
+
+    sample: runs a step or replays its capture. forward: only as far as ``logits``.
+    """
 
     size: int
-    ints: torch.Tensor  # [3, size] int32
+    ints: torch.Tensor  # [4, size] int32
     params: torch.Tensor  # [5, size] fp32
     forward: Callable[[], None]
     sample: Callable[[], None]
     logits: torch.Tensor | None = None
-    token_ids: torch.Tensor | None = None
 
 
 class DecodeGraphs:
@@ -89,9 +98,17 @@ class DecodeGraphs:
         self._device_buffer = torch.zeros(words, dtype=torch.int32, device=self.device)
         pinned = self.device.type == "cuda"
         self._host_buffers = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._tokens = torch.zeros(2 * largest + 1, dtype=torch.int64, pin_memory=pinned)  # the last place: nobody's
+        self._first_place = 0  # of this step in _tokens
+        self._last_decode: list[Sequence] = []
+        self._last_ints = np.zeros((4, 0), np.int32)
+        self._sampler_generation = -1
 
     def launch(self, decode: list[Sequence]) -> SamplerOutput:
-        """One step of ``decode``, whose blocks have just been granted. Results follow its order."""
+        """One step of ``decode``, whose blocks have just been granted. Results follow its order.
+
+        Unless the sampler needed the logits, the token ids lie on the host, to be read once the step is done.
+        """
         if self._generation != self.rows.generation:  # the block table has moved: captured pointers are stale
             self._buckets.clear()
             self._generation = self.rows.generation
@@ -102,47 +119,74 @@ class DecodeGraphs:
             bucket = self._buckets[size] = self._make(size)
 
         self._host_buffers.reverse()
+        self._first_place = self.sizes[-1] - self._first_place
         host = self._host_buffers[0][: (NUM_INTS + NUM_FLOATS) * size]
         ints = host.numpy()[: NUM_INTS * size].reshape(NUM_INTS, size)
         floats = host.numpy()[NUM_INTS * size :].view(np.float32).reshape(NUM_FLOATS, size)
-        ints[0, :n] = [s.table_row for s in decode]
-        ints[1, :n] = [s.num_computed_tokens for s in decode]
-        ints[2, :n] = [s.block_table[-1] for s in decode]
+        described = self._describe(decode)
+        ints[:3, :n] = described[:3]
         ints[0, n:] = self.rows.scratch
-        ints[1:, n:] = 0
+        ints[1:3, n:] = 0
+        ints[3] = np.arange(self._first_place, self._first_place + size)
         floats[:] = 0  # 1 / temperature = 0 is greedy
 
         def upload(params: np.ndarray) -> torch.Tensor:
             floats[:, :n] = params
             return bucket.params[:, :n]
 
-        positions = np.array([s.num_tokens - 1 - s.num_prompt_tokens for s in decode], dtype=np.int64)
-        plan = self.sampler.prepare(ints[0, :n], positions, decode, upload)
+        plan = self.sampler.prepare(described[0], described[1] - described[3], decode, upload)
         self._device_buffer[: len(host)].copy_(host, non_blocking=True)
-        bucket.forward()
         if plan.is_plain:
             bucket.sample()
-            return SamplerOutput(bucket.token_ids[:n], None)  # type: ignore[index]
+            return SamplerOutput(self._tokens[self._first_place : self._first_place + n], None)
+        bucket.forward()
         return self.sampler(bucket.logits[:n], plan, bucket.ints[0, :n], self.rows.last_tokens)  # type: ignore[index]
 
     # ---------------------------------------------------------------- inside
+
+    def _describe(self, decode: list[Sequence]) -> np.ndarray:
+        """``[4, len(decode)]``: row, context length, last block, length of the prompt.
+
+        Where the sequences are those of the step before, each one token on, only a new block is looked up.
+        """
+        contexts = np.array([s.num_computed_tokens for s in decode], np.int32)
+        last, same_rows = self._last_ints, self._sampler_generation == self.sampler.generation
+        if same_rows and decode == self._last_decode and np.array_equal(contexts, last[1] + 1):
+            last[1] = contexts
+            for i in np.flatnonzero((contexts - 1) % self.kv.shape.block_size == 0).tolist():
+                last[2, i] = decode[i].block_table[-1]
+            return last
+        rows, last_blocks = [s.table_row for s in decode], [s.block_table[-1] for s in decode]
+        self._last_ints = np.array([rows, contexts, last_blocks, [s.num_prompt_tokens for s in decode]], np.int32)
+        self._last_decode, self._sampler_generation = list(decode), self.sampler.generation
+        return self._last_ints
 
     def _make(self, size: int) -> _Bucket:
         ints = self._device_buffer[: NUM_INTS * size].view(NUM_INTS, size)
         words = self._device_buffer[NUM_INTS * size : (NUM_INTS + NUM_FLOATS) * size]
         bucket = _Bucket(size, ints, words.view(torch.float32).view(NUM_FLOATS, size), lambda: None, lambda: None)
-        bucket.forward = lambda: self._forward(bucket)
-        bucket.sample = lambda: self._sample(bucket)
+
+        def forward() -> None:
+            bucket.logits = self._forward(bucket)
+
+        def sample() -> None:
+            self._sample(bucket)
+
+        bucket.forward, bucket.sample = forward, sample
         if self.capture:
-            self._capture(bucket)
+            self._warm_up(bucket)
+            bucket.sample = self._record(sample)
+            replay = cache(lambda: self._record(forward))  # at the first call
+            bucket.forward = lambda: replay()()
+            log.debug("captured a decode graph for batches up to %d", size)
         return bucket
 
-    def _forward(self, bucket: _Bucket) -> None:
+    def _forward(self, bucket: _Bucket) -> torch.Tensor:
         size, all_ = bucket.size, self.inputs
         inputs = DecodeInputs(
             all_.input_ids[:size], all_.positions[:size], all_.slot_mapping[:size], all_.block_table[:size]
         )
-        rows, context_lens, last_blocks = bucket.ints
+        rows, context_lens, last_blocks, _ = bucket.ints
         decode_inputs(
             rows, context_lens, last_blocks, self.rows.table, self.rows.last_tokens, self.kv.shape.block_size, inputs
         )
@@ -156,30 +200,29 @@ class DecodeGraphs:
         )
         batch = Batch.of_decode(inputs.input_ids, inputs.positions, meta)
         step = AttentionStep(batch, self.kv, self.model.num_q_heads, None, self.backend_for(size))
-        bucket.logits = self.model.compute_logits(self.model.forward(inputs.input_ids, step), self.model.dtype)
+        return self.model.compute_logits(self.model.forward(inputs.input_ids, step), self.model.dtype)
 
     def _sample(self, bucket: _Bucket) -> None:
-        plan = SamplingPlan(bucket.params)
-        bucket.token_ids = self.sampler(bucket.logits, plan, bucket.ints[0], self.rows.last_tokens).token_ids  # type: ignore[arg-type]
+        rows, _, _, places = bucket.ints
+        plan = SamplingPlan(bucket.params, search_width=self.sampler.vocab_size, any_min_p=True)  # whatever a row asks
+        self.sampler(self._forward(bucket), plan, rows, self.rows.last_tokens, places, self._tokens)
 
-    def _capture(self, bucket: _Bucket) -> None:
-        """Run once on padding only (kernels compile, libraries allocate), then record both graphs."""
+    def _warm_up(self, bucket: _Bucket) -> None:
+        """Run a step of nothing but padding: kernels compile, libraries allocate."""
         bucket.ints[0].fill_(self.rows.scratch)
-        bucket.ints[1:].zero_()
+        bucket.ints[1:3].zero_()
+        bucket.ints[3].fill_(len(self._tokens) - 1)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            self._forward(bucket)
-            self._sample(bucket)
+            bucket.sample()
         torch.cuda.current_stream(self.device).wait_stream(side)
-        graphs = []
-        for run in (self._forward, self._sample):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                run(bucket)
-            graphs.append(graph)
-        bucket.forward, bucket.sample = graphs[0].replay, graphs[1].replay
-        log.debug("captured decode graphs for batches up to %d", bucket.size)
+
+    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            run()
+        return graph.replay
 
     def capture_all(self) -> None:
         """Capture every size now, the largest first: the others fit into its memory."""
@@ -189,4 +232,5 @@ class DecodeGraphs:
 
     def close(self) -> None:
         self._buckets.clear()
+        self._last_decode = []
         del self.model, self.sampler, self.rows, self.inputs, self._device_buffer

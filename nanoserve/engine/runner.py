@@ -56,19 +56,25 @@ class Runner(Protocol):
 
 
 class _Launched:
+    """done: recorded here, and free for another step once this one has been waited for; None where nothing runs on."""
+
     def __init__(
-        self, sampled: list[Sequence], chunks: list[Sequence], output: SamplerOutput | None, device: torch.device
+        self,
+        sampled: list[Sequence],
+        chunks: list[Sequence],
+        output: SamplerOutput | None,
+        done: torch.cuda.Event | None,
     ) -> None:
         self.sampled = sampled
         self.chunks = chunks
-        self._tokens = self._logprobs = self._done = None
+        self._tokens = self._logprobs = None
+        self._done = done
         if output is not None:
             self._tokens = self._start_copy(output.token_ids)
             if output.logprobs is not None:
                 self._logprobs = [self._start_copy(t) for t in output.logprobs]
-        if device.type == "cuda":
-            self._done = torch.cuda.Event()
-            self._done.record()
+        if done is not None:
+            done.record()
 
     @staticmethod
     def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,6 +125,8 @@ class ModelRunner:
         self.device = kv.shape.device
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
+        # At most two steps are in flight: this one, and the one that is waited for next.
+        self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
         self.decode_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         pool = torch.cuda.graph_pool_handle() if decode_graphs or prefill_graphs else None
@@ -152,7 +160,7 @@ class ModelRunner:
             # A decoding sequence gets at most its last block, which travels by itself.
             self.builder.blocks.take_table_updates()
             decode: list[Sequence] = schedule.decode  # type: ignore[assignment]
-            return _Launched(decode, [], self.decode_graphs.launch(decode), self.device)
+            return self._launched(decode, [], self.decode_graphs.launch(decode))
         batch = self.builder.build(schedule)
         plan = self.sampler.prepare(batch.sampled_rows_cpu, batch.sample_positions_cpu, batch.sampled)
         if batch.num_decode:
@@ -164,12 +172,16 @@ class ModelRunner:
                 batch.input_ids = decoded
         hidden = self._forward(batch)
         if not batch.sampled:  # unfinished chunks only
-            return _Launched([], batch.chunks, None, self.device)
+            return self._launched([], batch.chunks, None)
         if batch.logits_index is not None:
             hidden = hidden.index_select(0, batch.logits_index)
         logits = self.model.compute_logits(hidden, self.model.dtype if plan.is_plain else torch.float32)
         output = self.sampler(logits, plan, batch.sampled_rows, self.rows.last_tokens)
-        return _Launched(batch.sampled, batch.chunks, output, self.device)
+        return self._launched(batch.sampled, batch.chunks, output)
+
+    def _launched(self, sampled: list[Sequence], chunks: list[Sequence], output: SamplerOutput | None) -> _Launched:
+        self._events.reverse()
+        return _Launched(sampled, chunks, output, self._events[0])
 
     @torch.inference_mode()
     def prompt_logits(self, schedule: Schedule) -> torch.Tensor:

@@ -6,7 +6,7 @@ device. The order of operations is vLLM's: bias, min_tokens, penalties, grammar,
 All in fp32.
 
 ``prepare`` is host work on numpy arrays that hold the parameters of every table row; ``__call__`` is device work that
-never waits for the device.
+never waits for the device: ``nanoserve.ops.sample`` on CUDA, ``sample_reference`` elsewhere.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class SamplingPlan:
 
     params: ``[5, B]`` fp32: 1 / temperature (0: greedy), top_p (1: off), min_p (0: off), top_k (vocab_size: off), and
         the row's uniform random number in (0, 1). None: the whole batch is greedy.
-    search_width: how many of the most likely tokens decide every row's top_k and top_p; 0: no row has either.
+    search_width, any_min_p: for the reference, which leaves out what no row asks for. search_width: how many of the
+        most likely tokens decide every row's top_k and top_p; 0: no row has either.
     additions: (flat index, value) into the ``[B, vocab_size]`` logits: bias, and -inf for tokens that may not end it.
     penalties: (flat index, divisor, subtrahend), each ``[N]``, an index at most once.
     mask: rows ``[R]`` int64 that follow a grammar, and ``[R, ceil(vocab_size / 32)]`` int32: a bit per allowed token.
@@ -76,8 +77,8 @@ class SamplingPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Greedy or temperature only, no logprobs: what a captured sampler can do."""
-        return not (self.edits_logits or self.search_width or self.any_min_p or self.num_logprobs >= 0)
+        """No edits, no logprobs: ``params`` alone say how to sample, which is what a captured sampler can do."""
+        return not self.edits_logits and self.num_logprobs < 0
 
 
 # Rows of the two parameter tables: fp32 ones go to the device, integers decide on the host what a step needs.
@@ -85,8 +86,22 @@ INV_TEMPERATURE, TOP_P, MIN_P, TOP_K, UNIFORM = range(5)
 RANDOM, SEARCH_WIDTH, NUM_LOGPROBS, MIN_TOKENS, HAS_BIAS, HAS_PENALTY, HAS_GRAMMAR = range(7)
 
 
+class _Columns(NamedTuple):
+    """The tables' columns of the rows of a batch. rows: their bytes; floats: ``[5, B]``, of which the last is free."""
+
+    rows: bytes
+    floats: np.ndarray
+    ints: np.ndarray
+    largest: list[int]
+    seeds: np.ndarray
+    any_min_p: bool
+
+
 class Sampler:
-    """Samples for sequences known by their table row; ``set_row`` whenever a row gets a new owner."""
+    """Samples for sequences known by their table row; ``set_row`` whenever a row gets a new owner.
+
+    generation: counts the calls of ``set_row``.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
@@ -94,11 +109,15 @@ class Sampler:
         self._floats = np.zeros((4, 0), np.float32)
         self._ints = np.zeros((7, 0), np.int64)
         self._seeds = np.zeros(0, np.uint64)
+        self._columns: _Columns | None = None  # those of the last batch
+        self.generation = 0
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._stop_ids: dict[int, np.ndarray] = {}
 
     def set_row(self, row: int, params: SamplingParams, seed: int, seq: Sequence) -> None:
         """Table row ``row`` now belongs to ``seq``, which samples by ``params`` with the 64-bit ``seed``."""
+        self._columns = None
+        self.generation += 1
         if row >= len(self._seeds):
             more = max(64, row + 1 - len(self._seeds), len(self._seeds))
             self._floats = np.pad(self._floats, ((0, 0), (0, more)))
@@ -135,26 +154,33 @@ class Sampler:
         seqs: the ``B`` sequences; the tokens of one with penalties or a grammar must all have arrived.
         upload: takes the ``[5, B]`` fp32 parameters to the device; default: a copy of their own.
         """
-        ints = self._ints.take(rows, axis=1)
-        largest = ints.max(axis=1, initial=-1)
+        columns = self._columns_of(rows)
+        ints, largest = columns.ints, columns.largest
         params = None
-        any_min_p = False
         if largest[RANDOM] > 0:
-            floats = np.empty((5, len(rows)), np.float32)
-            self._floats.take(rows, axis=1, out=floats[:4])
-            floats[UNIFORM] = _uniform(self._seeds[rows], positions)
-            any_min_p = bool(floats[MIN_P].any())
-            params = (upload or self._to_device)(floats)
+            columns.floats[UNIFORM] = _uniform(columns.seeds, positions)
+            params = upload(columns.floats) if upload else self._to_device(columns.floats.copy())
         additions = penalties = mask = None
-        blocked = ints[MIN_TOKENS] > positions
+        blocked = ints[MIN_TOKENS] > positions if largest[MIN_TOKENS] > 0 else np.zeros(len(rows), bool)
         if largest[HAS_GRAMMAR] > 0:
             mask = self._mask(rows, positions, seqs, np.flatnonzero(ints[HAS_GRAMMAR]), blocked)
         if largest[HAS_BIAS] > 0 or blocked.any():
             additions = self._additions(rows, np.flatnonzero(ints[HAS_BIAS]), np.flatnonzero(blocked))
         if largest[HAS_PENALTY] > 0:
             penalties = self._penalties(positions, seqs, np.flatnonzero(ints[HAS_PENALTY]))
-        search_width, num_logprobs = max(0, int(largest[SEARCH_WIDTH])), int(largest[NUM_LOGPROBS])
-        return SamplingPlan(params, search_width, any_min_p, additions, penalties, mask, num_logprobs)
+        search_width, num_logprobs = max(0, largest[SEARCH_WIDTH]), largest[NUM_LOGPROBS]
+        return SamplingPlan(params, search_width, columns.any_min_p, additions, penalties, mask, num_logprobs)
+
+    def _columns_of(self, rows: np.ndarray) -> _Columns:
+        """Batches follow each other with the same rows until a sequence starts or ends."""
+        key = rows.astype(np.int32).tobytes()
+        if self._columns is None or self._columns.rows != key:
+            ints = self._ints.take(rows, axis=1)
+            floats = np.empty((5, len(rows)), np.float32)
+            self._floats.take(rows, axis=1, out=floats[:4])
+            largest = ints.max(axis=1, initial=-1).tolist()
+            self._columns = _Columns(key, floats, ints, largest, self._seeds[rows], bool(floats[MIN_P].any()))
+        return self._columns
 
     def __call__(
         self,
@@ -162,31 +188,26 @@ class Sampler:
         plan: SamplingPlan,
         rows: torch.Tensor | None = None,
         last_tokens: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """Sample one token per row of ``logits`` ``[B, vocab_size]`` (any float dtype, not modified).
 
         With ``rows`` int32 ``[B]`` and ``last_tokens`` int32 the tokens are written to ``last_tokens[rows]`` as well (0
-        for -1), where the next step finds its inputs.
+        for -1), where the next step finds its inputs. With ``places`` int32 ``[B]`` and ``out`` int64, on the device or
+        pinned, they are written to ``out[places]`` instead of a tensor of their own; ``token_ids`` is ``out`` then.
         """
-        if logits.is_cuda and plan.is_plain:
+        x = edited_logits(logits, plan) if plan.edits_logits else logits
+        if logits.is_cuda:
             from nanoserve.ops.sample import sample
 
-            inv_temperature, uniform = (
-                (None, None) if plan.params is None else (plan.params[INV_TEMPERATURE], plan.params[UNIFORM])
-            )
-            return SamplerOutput(sample(logits, inv_temperature, uniform, rows, last_tokens), None)
-        output = self._sample(logits, plan)
-        if rows is not None and last_tokens is not None:
-            last_tokens.index_copy_(0, rows.long(), output.token_ids.clamp_min(0).int())
-        return output
-
-    def _sample(self, logits: torch.Tensor, plan: SamplingPlan) -> SamplerOutput:
-        x = edited_logits(logits, plan) if plan.edits_logits else logits
-        token_ids, best = _argmax(x)
-        if plan.params is not None:
-            sampled = _sample(x, best, plan.params, plan)
-            token_ids = torch.where(plan.params[INV_TEMPERATURE] > 0, sampled, token_ids)
-        token_ids = token_ids.masked_fill(~best.isfinite(), -1)
+            token_ids = sample(x, plan.params, rows, last_tokens, places, out)
+        else:
+            token_ids = sample_reference(x, plan)
+            if rows is not None and last_tokens is not None:
+                last_tokens.index_copy_(0, rows.long(), token_ids.clamp_min(0).int())
+            if places is not None and out is not None:
+                token_ids = out.index_copy_(0, places.long(), token_ids)
         if plan.num_logprobs < 0:
             return SamplerOutput(token_ids, None)
         logprobs = logits.float().log_softmax(-1)
@@ -261,7 +282,7 @@ def _require_history(seq: Sequence, position: int) -> None:
         raise RuntimeError(f"{seq} has penalties or a grammar and samples before all its tokens have arrived")
 
 
-# ---------------------------------------------------------------------------------------------------- device work
+# --------------------------------------------------------------------------------------------------------- logits
 
 
 def edited_logits(logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
@@ -295,19 +316,12 @@ def _chunk(chunks: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return chunks.gather(1, index[:, None, None].expand(-1, 1, CHUNK)).squeeze(1)
 
 
-def _argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First index of each row's maximum, and the maximum. A NaN counts as the maximum.
-
-    Maxima of chunks first: on a GPU a plain reduction reads the logits several times as fast as a search for an index.
-    """
-    if not x.is_cuda:
-        best, index = x.max(-1)
-        return index, best
-    chunks = _chunked(x, -torch.inf)
-    maxima = chunks.amax(-1)
-    chunk = maxima.argmax(-1)
-    within = _chunk(chunks, chunk).argmax(-1)
-    return chunk * CHUNK + within, maxima.gather(1, chunk[:, None]).squeeze(1)
+def sample_reference(x: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
+    """Token ids ``[B]`` int64 for the edited logits ``x`` ``[B, V]``, on the CPU; -1 as in ``SamplerOutput``."""
+    best, token_ids = x.max(-1)
+    if plan.params is not None:
+        token_ids = torch.where(plan.params[INV_TEMPERATURE] > 0, _sample(x, best, plan.params, plan), token_ids)
+    return token_ids.masked_fill(~best.isfinite(), -1)
 
 
 def _sample(x: torch.Tensor, best: torch.Tensor, params: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
@@ -337,7 +351,7 @@ def _outside_top(x: torch.Tensor, params: torch.Tensor, width: int) -> torch.Ten
     """Which scaled logits ``x`` ``[B, V]`` top_k and top_p leave out; among equal ones the lower ids stay in."""
     top_p, min_p, top_k = (params[i, :, None] for i in (TOP_P, MIN_P, TOP_K))
     distances = _smallest_distances(x, width)
-    cumulative = (-distances).exp().cumsum(-1)
+    cumulative = (-distances).exp().cumsum(-1, dtype=torch.float64)
     num_min_p = torch.searchsorted(distances, -min_p.log(), right=True)
     most = num_min_p.minimum(top_k.long()).clamp(1, width)
     mass = top_p * cumulative.gather(1, most - 1)
@@ -356,9 +370,7 @@ def _smallest_distances(x: torch.Tensor, count: int) -> torch.Tensor:
     if count <= MAX_TOPK:
         return -x.topk(count, dim=-1).values
     distances = -x
-    if x.is_cuda:
-        return distances.sort(dim=-1).values[:, :count].contiguous()
-    distances.numpy().sort(axis=-1)  # ten times as fast as torch.sort on a CPU
+    distances.numpy().sort(axis=-1)  # ten times as fast as torch.sort
     return distances[:, :count].contiguous()
 
 
@@ -380,8 +392,13 @@ def _mix(x: int) -> int:
 
 def _uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Uniform numbers in (0, 1), exact in fp32, each a hash of (seed uint64, position): SplitMix64's output number."""
-    x = seeds + (positions + 1).astype(np.uint64) * np.uint64(GOLDEN_GAMMA)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (positions + 1).astype(np.uint64)
+    x *= np.uint64(GOLDEN_GAMMA)
+    x += seeds
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)
-    return ((x >> np.uint64(41)).astype(np.float64) + 0.5) * 2**-23
+    x >>= np.uint64(41)
+    return (x + 0.5) * 2**-23

@@ -160,16 +160,21 @@ def test_padding_writes_to_no_block(tiny_folder, kv):
                         assert torch.equal(old[block, :, offset], new[block, :, offset]), (block, offset)
 
 
-def test_sampling_beyond_temperature_leaves_the_captured_sampler(tiny_folder):
+def test_batches_that_need_logits_leave_the_captured_sampler_and_restricted_ones_do_not(tiny_folder):
     folder, _ = tiny_folder
     prompts = prompts_of(random.Random(4), 4)
-    base = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
+    base = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True)
+    restricted = [base, replace(base, top_k=5), replace(base, top_p=0.7, top_k=9), replace(base, min_p=0.02)]
     params = [base, replace(base, top_k=5, logprobs=2), replace(base, presence_penalty=1.0, logit_bias={3: 4.0})]
     params.append(replace(base, structured=StructuredOutput(regex="[a-z]{8}")))
     with make(folder) as llm, LLM(str(folder), device="cpu", num_kv_blocks=40) as eager:
-        for chosen in (params, [base] * 4):
+        for chosen, needs_logits in ((params, True), ([base] * 4, False), (restricted, False)):
+            for bucket in llm.engine.runner.decode_graphs._buckets.values():
+                bucket.logits = None
             ours, theirs = llm.generate(prompts, chosen), eager.generate(prompts, chosen)
             assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
+            buckets = llm.engine.runner.decode_graphs._buckets
+            assert any(bucket.logits is not None for bucket in buckets.values()) == needs_logits
 
 
 def test_the_block_table_may_move(tiny_folder):

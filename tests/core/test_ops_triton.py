@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from nanoserve.engine.sampler import INV_TEMPERATURE, UNIFORM, Sampler, SamplingPlan
+from nanoserve.engine.sampler import INV_TEMPERATURE, MIN_P, TOP_K, TOP_P, UNIFORM, SamplingPlan, sample_reference
 from nanoserve.ops import _elementwise
 from nanoserve.ops.activation import silu_and_mul_reference
 from nanoserve.ops.decode_inputs import DecodeInputs, decode_inputs_reference
@@ -116,29 +116,99 @@ def test_decode_inputs(width):
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def reference_tokens(logits, inv_temperature=None, uniform=None):
-    params = None
-    if inv_temperature is not None:
-        params = torch.zeros(5, len(logits), device=DEVICE)
-        params[INV_TEMPERATURE], params[UNIFORM] = inv_temperature, uniform
-    return Sampler(logits.shape[1], DEVICE)(logits, SamplingPlan(params)).token_ids
+def sampling(batch, vocab_size, columns):
+    """``SamplingPlan.params`` of temperature 1 without restrictions, but for the ``columns`` given."""
+    params = torch.tensor([1.0, 1.0, 0.0, vocab_size, 0.4])[:, None].repeat(1, batch)
+    for column, values in columns.items():
+        params[column] = torch.as_tensor(values, dtype=torch.float32)
+    return params.to(DEVICE)
+
+
+def reference_tokens(logits, params=None):
+    plan = SamplingPlan(None if params is None else params.cpu(), logits.shape[1], any_min_p=True)
+    return sample_reference(logits.cpu(), plan).to(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [1, 50, 1024, 1025, 9000])
-def test_sampling_equals_the_sampler(vocab_size, dtype):
-    """Greedy beside temperatures from nearly none to so much that all tokens are alike; ties; last_tokens."""
+def test_sampling_equals_the_reference(vocab_size, dtype):
+    """Greedy beside temperatures from nearly none to so much that all tokens are alike; ties; last_tokens, places."""
     logits = (5 * randn(24, vocab_size)).to(dtype)
     logits[3] = 0
-    uniform = torch.rand(24, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    inv_temperature = torch.tensor([0.0, 1.0, 0.3, 1.0, 2.5, 1e30, 1e-30, 1e-3], device=DEVICE).repeat(3)
-    rows = torch.randperm(30, generator=torch.Generator().manual_seed(2))[:24].to(DEVICE, torch.int32)
+    uniform = torch.rand(24, generator=torch.Generator().manual_seed(1))
+    inv_temperature = torch.tensor([0.0, 1.0, 0.3, 1.0, 2.5, 1e30, 1e-30, 1e-3]).repeat(3)
+    params = sampling(24, vocab_size, {INV_TEMPERATURE: inv_temperature, UNIFORM: uniform})
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(2))[:24].to(DEVICE, torch.int32)
     last_tokens = torch.full((30,), -5, dtype=torch.int32, device=DEVICE)
-    ours = sample(logits, inv_temperature, uniform, rows, last_tokens)
-    assert torch.equal(ours, reference_tokens(logits, inv_temperature, uniform))
-    assert torch.equal(last_tokens[rows.long()].long(), ours)
+    placed = torch.full((30,), -5, dtype=torch.int64, pin_memory=DEVICE == "cuda")
+    ours = sample(logits, params, order, last_tokens)
+    assert torch.equal(ours, reference_tokens(logits, params))
+    assert torch.equal(last_tokens[order.long()].long(), ours)
     assert (last_tokens == -5).sum() == 6
+    assert sample(logits, params, order, last_tokens, order, placed) is placed
     assert torch.equal(sample(logits), reference_tokens(logits))
+    assert torch.equal(placed, last_tokens.long().cpu())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_restricted_rows_equal_the_reference(seed):
+    """top_k, top_p and min_p of all sizes, alone and together, beside rows without; peaked, flat, with ties, masked;
+    candidates that fit into a list and that do not."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size, batch = (7, 1000, 2500, 6000)[seed % 4], 16
+
+    def random():
+        return torch.rand(batch, generator=generator)
+
+    logits = torch.randn(batch, vocab_size, generator=generator) * (0.0, 0.3, 3.0)[seed % 3]  # 0: -0 among them
+    if seed % 2:
+        logits = (logits * 4).round().half() / 4
+    if seed % 5 == 0:
+        logits.masked_fill_(torch.rand(batch, vocab_size, generator=generator) < 0.9, -torch.inf)[:, 5] = 1
+    logits[3, 4], logits[5] = float("nan"), -torch.inf
+    params = sampling(
+        batch,
+        vocab_size,
+        {
+            INV_TEMPERATURE: [0, 1, 1, 0.5, 2, 1, 1 / 0.6, 1e-3, 1, 1, 1, 1, 1e30, 1e-30, 1, 3],
+            TOP_P: torch.where(random() < 0.5, random(), 1),
+            MIN_P: torch.where(random() < 0.3, random() ** 3, 0),
+            TOP_K: torch.where(random() < 0.6, (random() ** 2 * vocab_size).ceil().clamp(1), vocab_size),
+            UNIFORM: random().clamp(1e-6),
+        },
+    )
+    params[TOP_K, 8] = 1
+    assert sample(logits.to(DEVICE), params).tolist() == reference_tokens(logits, params).tolist()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1), (5000, 0.5), (3000, 1)])
+def test_ties_are_kept_in_the_order_of_ids(top_k, top_p):
+    """Also where they are spread over several tiles."""
+    logits = torch.zeros(2, 6000, device=DEVICE)
+    params = sampling(2, 6000, {TOP_K: top_k, TOP_P: top_p, UNIFORM: [2.0**-24, 1 - 2.0**-24]})
+    assert sample(logits, params).tolist() == [0, int(top_k * top_p) - 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [0.05, 3.0])
+def test_restricted_rows_of_a_large_vocabulary(scale, dtype):
+    """Tokens in which ours differ from the reference must have their border within rounding of the random number."""
+    vocab_size, options = 151_936, [(20, 0.95, 0), (1, 1, 0), (200, 1, 0), (5000, 0.9, 0), (151_936, 0.95, 0)]
+    options += [(151_936, 1, 0.05), (1000, 0.5, 0.01), (151_936, 1, 0)]
+    batch = 8 * len(options)
+    logits = (scale * randn(batch, vocab_size)).to(dtype)
+    top_k, top_p, min_p = torch.tensor(options * 8).T
+    uniform = torch.rand(batch, generator=torch.Generator().manual_seed(1)).clamp(1e-5, 1 - 1e-5)
+    params = sampling(
+        batch, vocab_size, {INV_TEMPERATURE: 1 / 0.6, TOP_K: top_k, TOP_P: top_p, MIN_P: min_p, UNIFORM: uniform}
+    )
+    ours = sample(logits, params)
+    low, high = params.clone(), params.clone()
+    low[UNIFORM] -= 1e-6
+    high[UNIFORM] += 1e-6
+    first, last = reference_tokens(logits, low), reference_tokens(logits, high)
+    assert ((first <= ours) & (ours <= last)).all()
 
 
 @pytest.mark.parametrize("vocab_size", [3, 1024, 3000])
@@ -149,20 +219,21 @@ def test_extreme_random_numbers_give_the_outermost_possible_tokens(vocab_size):
     if vocab_size > 1024:
         logits[:, :1024] = -torch.inf  # a whole chunk is impossible
     first = 1024 if vocab_size > 1024 else 1
-    uniform = torch.tensor([2.0**-24, 1 - 2.0**-24], device=DEVICE)
-    assert sample(logits, torch.ones(2, device=DEVICE), uniform).tolist() == [first, vocab_size - 2]
+    for top_k in (vocab_size, vocab_size - 1):
+        params = sampling(2, vocab_size, {TOP_K: top_k, UNIFORM: [2.0**-24, 1 - 2.0**-24]})
+        assert sample(logits, params).tolist() == [first, vocab_size - 2]
 
 
 @pytest.mark.parametrize("random", [False, True])
 def test_broken_rows_are_reported_and_harm_no_other(random):
     """C41: NaN, +inf, nothing but -inf."""
     logits = randn(6, 2500)
-    params = (torch.ones(6, device=DEVICE), torch.full((6,), 0.4, device=DEVICE)) if random else ()
-    good = sample(logits, *params).tolist()
+    params = sampling(6, 2500, {TOP_P: [1, 0.5] * 3}) if random else None
+    good = sample(logits, params).tolist()
     logits[1, 2400], logits[3, 7], logits[4] = float("nan"), float("inf"), float("-inf")
     logits[5, :2000] = float("-inf")
     last_tokens, rows = torch.full((6,), 9, dtype=torch.int32, device=DEVICE), torch.arange(6, device=DEVICE).int()
-    tokens = sample(logits, *(params or (None, None)), rows, last_tokens).tolist()
+    tokens = sample(logits, params, rows, last_tokens).tolist()
     assert tokens[:5] == [good[0], -1, good[2], -1, -1]
     assert tokens[5] >= 2000
     assert last_tokens.tolist() == [max(0, token) for token in tokens]
@@ -232,8 +303,9 @@ def launches():
             *vectors[:3], tensor(9, 2560, dtype=int32), tensor(9, dtype=int32), 16, inputs.tensors
         ),
         "sample": lambda: sample(
-            tensor(8, 151936), tensor(8, dtype=fp32), tensor(8, dtype=fp32), vectors[3], vectors[2]
+            tensor(8, 151936), tensor(5, 8, dtype=fp32), *vectors[:3], tensor(17, dtype=torch.int64)
         ),
+        "sample fp32": lambda: sample(tensor(8, 151936, dtype=fp32), tensor(5, 8, dtype=fp32), *vectors[:2]),
         "qkv 1": skinny(1, 4096, 1024, norm=True),
         "o 8, bias": skinny(8, 1024, 2048, add=True, bias=tensor(1024)),
         "gate_up 8": skinny(8, 6144, 1024, norm=True, swiglu=True),
@@ -276,7 +348,7 @@ def test_kernels_compile_without_spills(capability):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout.splitlines()[-1])
-    assert len(reports) == 13
+    assert len(reports) == 15
     for name, report in reports.items():
         assert report["stack"] == 0, name
         waits = [i for i, line in enumerate(report["sass"]) if "ACQBULK" in line]

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 
-from nanoserve.engine.sampler import INV_TEMPERATURE, UNIFORM, Sampler, SamplingPlan
+from nanoserve.engine.sampler import SamplingPlan, sample_reference
 from nanoserve.ops import _elementwise, _skinny, linear
 from nanoserve.ops import sample as sample_module
 from nanoserve.ops._skinny import Tile, skinny_linear
@@ -45,6 +45,28 @@ SHAPES = {
     "lm_head": (VOCAB, 1024),
 }
 MODULES = (_elementwise, _skinny, sample_module)
+#: CHUNK, CHUNKS and CHUNK_WARPS of ``nanoserve.ops.sample`` to try.
+CHUNKINGS = [(1024, 4, 8), (1024, 4, 4), (1024, 8, 8), (512, 8, 4), (256, 16, 8), (256, 16, 4), (256, 8, 2)]
+#: Temperature, top_p, min_p, top_k.
+SAMPLINGS = {
+    "temperature": (0.7, 1, 0, VOCAB),
+    "top_k 20, top_p .95": (0.6, 0.95, 0, 20),
+    "top_k 200": (1, 1, 0, 200),
+    "min_p .05": (1, 1, 0.05, VOCAB),
+    "top_p .9": (0.7, 0.9, 0, VOCAB),
+    "top_p .9, hot": (20, 0.9, 0, VOCAB),
+}
+
+
+def sampling(batch, temperature=0.7, top_p=1.0, min_p=0.0, top_k=VOCAB):
+    """``SamplingPlan.params`` with random numbers."""
+    params = torch.tensor([1 / temperature, top_p, min_p, top_k, 0.5], device="cuda")[:, None].repeat(1, batch)
+    params[4].uniform_(1e-6, 1 - 1e-6)
+    return params
+
+
+def chunking(values):
+    return mock.patch.multiple(sample_module, **dict(zip(("CHUNK", "CHUNKS", "CHUNK_WARPS"), values, strict=True)))
 
 
 def pdl(value):
@@ -128,9 +150,11 @@ def compile_job(job):
         def call():
             call_check(function, *inputs, torch.empty(tokens, n, dtype=wide(dtype)))
     else:
-        logits, floats = torch.empty(8, VOCAB, dtype=args[0]), torch.empty(8)
+        logits = torch.empty(8, VOCAB, dtype=args[0])
+        chunking(args[1] if args[1:] else CHUNKINGS[0]).start()
+        vectors = [torch.empty(8, dtype=torch.int32) for _ in range(2)]
         call = {
-            "sample": lambda: sample_module.sample(logits, floats, floats),
+            "sample": lambda: sample_module.sample(logits, torch.empty(5, 8), *vectors),
             "norm": lambda: _elementwise.rms_norm(logits[:, :HIDDEN], logits[0, :HIDDEN], EPS, logits[:, :HIDDEN]),
         }[kind]
     try:
@@ -139,11 +163,14 @@ def compile_job(job):
         return f"{job}: {type(error).__name__} {str(error)[:300]}"
 
 
-def compile_stage(report):
-    start = time.time()
-    jobs = [("product", op, t, norm, tile) for op, t, norm in products() for tile in candidates(op, t)]
-    jobs += [("check", *case) for case in check_cases()]
-    jobs += [("sample", BF16), ("sample", torch.float32)]
+def compile_stage(stages):
+    """What the other ``stages`` need."""
+    start, jobs = time.time(), []
+    if {"sweep", "chain"} & {*stages}:
+        jobs += [("product", op, t, norm, tile) for op, t, norm in products() for tile in candidates(op, t)]
+    if "check" in stages:
+        jobs += [("check", *case) for case in check_cases()]
+    jobs += [("sample", dtype, values) for dtype in (BF16, torch.float32) for values in CHUNKINGS]
     with ProcessPoolExecutor(min(len(os.sched_getaffinity(0)), 16)) as pool:
         for line in pool.map(compile_job, jobs):
             if " 0 B stack" not in line or "Error" in line:
@@ -248,20 +275,24 @@ def check_stage(report):
         assert all(map(torch.equal, *states)), f"decode_inputs {batch}"
 
     different = 0
+    params = torch.cat([sampling(8, *values) for values in SAMPLINGS.values()], 1)
+    params[0, ::8] = 0
+    batch = params.shape[1]
+    rows, last = torch.arange(batch, device="cuda").int(), torch.zeros(batch, device="cuda", dtype=torch.int32)
     for dtype in (BF16, torch.float32):
-        logits = randn(256, VOCAB, scale=3, dtype=dtype)
+        logits = randn(batch, VOCAB, scale=3, dtype=dtype)
         logits[3, 5], logits[4, VOCAB - 1], logits[5] = float("nan"), float("inf"), float("-inf")
-        params = torch.zeros(5, 256, device="cuda")
-        params[UNIFORM] = torch.rand(256, device="cuda").clamp(1e-6, 1 - 1e-6)
-        params[INV_TEMPERATURE] = torch.tensor([0, 1, 1 / 0.6, 0.2], device="cuda").repeat(64)
-        expected = Sampler(VOCAB, "cuda")(logits, SamplingPlan(params)).token_ids
-        ours = sample_module.sample(logits, params[INV_TEMPERATURE], params[UNIFORM])
-        assert ours[3:6].tolist() == [-1] * 3
-        assert torch.equal(ours[::4], expected[::4])
-        different += int((ours != expected).sum())
-        greedy = sample_module.sample(logits)
-        assert torch.equal(greedy, Sampler(VOCAB, "cuda")(logits, SamplingPlan(None)).token_ids)
-    print("check: decode_inputs equal; sampled tokens that rounding changed:", different, "of 512", flush=True)
+        plan = SamplingPlan(params.cpu(), VOCAB, any_min_p=True)
+        expected = sample_reference(logits.cpu(), plan).cuda()
+        for values in CHUNKINGS:
+            with chunking(values):
+                ours = sample_module.sample(logits, params, rows, last)
+            assert ours[3:6].tolist() == [-1] * 3
+            assert torch.equal(ours[::8], expected[::8])
+            different += int((ours != expected).sum())
+        assert torch.equal(sample_module.sample(logits).cpu(), sample_reference(logits.cpu(), SamplingPlan(None)))
+    tried = 2 * batch * len(CHUNKINGS)
+    print("check: decode_inputs equal; sampled tokens that rounding changed:", different, "of", tried, flush=True)
     report["check"] = errors
 
 
@@ -319,7 +350,7 @@ class Chain:
         self.weights = weights
         self.tokens = randn(num_tokens, HIDDEN)
         self.norms = 1 + randn(2 * LAYERS + 1, HIDDEN, scale=0.1)
-        self.params = torch.full((2, num_tokens), 0.5, device="cuda")
+        self.params = sampling(num_tokens)
 
     def fused(self, logits_dtype=torch.float32):
         residual = self.tokens.clone()
@@ -331,7 +362,7 @@ class Chain:
             x = linear.norm_swiglu(norm, self.weights["gate_up"][i])
             norm = linear.linear_add_norm_(residual, x, down, None, self.norms[2 * i + 2], EPS)
         logits = linear.linear(norm(), self.weights["lm_head"][0], out_dtype=logits_dtype)
-        return residual, sample_module.sample(logits, *self.params)
+        return residual, sample_module.sample(logits, self.params)
 
     def separate(self):
         """Our elementwise kernels around cuBLAS, the residual added by the norm."""
@@ -343,7 +374,7 @@ class Chain:
             x = F.linear(silu_and_mul(F.linear(x, self.weights["gate_up"][i])), self.weights["down"][i])
             x, residual = add_rms_norm(x, residual, self.norms[2 * i + 2], EPS)
         logits = linear.linear(x, self.weights["lm_head"][0], out_dtype=torch.float32)
-        return residual, sample_module.sample(logits, *self.params)
+        return residual, sample_module.sample(logits, self.params)
 
     def torch(self):
         residual = self.tokens.clone()
@@ -450,26 +481,29 @@ def elementwise_stage(report, bandwidth):
 
 def sample_stage(report):
     table = {}
-    for batch in (1, 8, 32, 256):
+    for batch in (1, 32, 256):
         logits = [randn(batch, VOCAB, scale=3) for _ in range(max(1, 256 // batch // 4))]
-        wide = [x.float() for x in logits]
-        params = torch.full((5, batch), 0.7, device="cuda")
-        sampler, plan = Sampler(VOCAB, "cuda"), SamplingPlan(params)
+        wide = [x.float() for x in logits[:8]]
         rows = torch.arange(batch, device="cuda", dtype=torch.int32)
         last = torch.zeros(batch, device="cuda", dtype=torch.int32)
         block_table = torch.zeros(batch, 2560, device="cuda", dtype=torch.int32)
         inputs = DecodeInputs.empty(batch, 2560, torch.device("cuda"))
         context = torch.full((batch,), 1024, device="cuda", dtype=torch.int32)
-        timers = {
-            "bf16": GraphTimer([lambda x=x: sample_module.sample(x, params[0], params[4], rows, last) for x in logits]),
-            "fp32": GraphTimer([lambda x=x: sample_module.sample(x, params[0], params[4], rows, last) for x in wide]),
-            "greedy bf16": GraphTimer([lambda x=x: sample_module.sample(x) for x in logits]),
-            "Sampler bf16": GraphTimer([lambda x=x: sampler(x, plan) for x in logits]),
-            "Sampler fp32": GraphTimer([lambda x=x: sampler(x, plan) for x in wide]),
-            "decode_inputs": GraphTimer(
-                [lambda: decode_inputs(rows, context, rows, block_table, last, 16, inputs) for _ in range(20)]
-            ),
-        }
+
+        def timer(params, xs=logits):
+            return GraphTimer([lambda x=x: sample_module.sample(x, params, rows, last) for x in xs])
+
+        timers = {"greedy": GraphTimer([lambda x=x: sample_module.sample(x) for x in logits])}
+        for name, values in SAMPLINGS.items():
+            timers[name] = timer(sampling(batch, *values))
+            timers[f"{name}, fp32"] = timer(sampling(batch, *values), wide)
+        for values in CHUNKINGS:
+            with chunking(values):
+                for name in ("temperature", "top_k 20, top_p .95"):
+                    timers[f"{name} {values}"] = timer(sampling(batch, *SAMPLINGS[name]))
+        timers["decode_inputs"] = GraphTimer(
+            [lambda: decode_inputs(rows, context, rows, block_table, last, 16, inputs) for _ in range(20)]
+        )
         table[batch] = times = interleaved(timers, 7)
         print(f"sample {batch:3}: " + " | ".join(f"{name} {t:.2f}" for name, t in times.items()), flush=True)
     report["sample"] = table
@@ -479,7 +513,7 @@ def main(stages):
     report = {}
     start = time.time()
     if "compile" in stages:
-        compile_stage(report)
+        compile_stage(stages)
     report["device"] = torch.cuda.get_device_name()
     report["copy"] = bandwidth = copy_bandwidth()
     print(report["device"], torch.__version__, f"copy {bandwidth:.2f} TB/s", flush=True)
