@@ -1,10 +1,10 @@
 """Decode backend ``paged_v2_split``: ``paged_v2`` over pieces of the batch (FlashDecoding's split-K).
 
 The device cuts the batch once per step (``WorkList``), so one CUDA graph serves every context: a small batch into even
-shares, one per program; a large one, whose sequences fill the GPU anyway, into sequences, of which only overlong ones
-are cut, longest first. A context that stays in one piece writes its output directly; of a cut one, the piece that ends
-last merges all (found by a counter), or a second kernel does, where pieces are many. The portable default: any GPU from
-sm_80, and the interpreter.
+shares, one per program; a batch that fills the GPU in whole waves into sequences, of which only overlong ones are cut,
+longest first (``PagedV2SplitBackend.launch``). A context that stays in one piece writes its output directly; of a cut
+one, the piece that ends last merges all (found by a counter), or a second kernel does, where pieces are many. The
+portable default: any GPU from sm_80, and the interpreter.
 
 Floating caches: tiles of 64 tokens, four warps. INT8: one warp per program on packed words (``attend_group_words``).
 """
@@ -12,6 +12,7 @@ Floating caches: tiles of 64 tokens, four warps. INT8: one warp per program on p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -47,44 +48,63 @@ class PagedV2SplitConfig:
             raise ValueError(f"num_splits must be at least 1, not {self.num_splits}")
 
 
+class Launch(NamedTuple):
+    """programs: per KV head. by_piece: each does one piece, and there are as many more as sequences; else a share.
+    fused_merge: they merge what they have cut, else a second kernel does. max_registers: per thread; None: no limit."""
+
+    programs: int
+    by_piece: bool
+    fused_merge: bool
+    num_stages: int
+    max_registers: int | None = None
+
+
 class PagedV2SplitBackend(AttentionBackend):
     def __init__(self, context: AttentionContext, options: PagedV2SplitConfig) -> None:
         super().__init__(context, options)
         gpu = GPU.of(context.device)
+        self.num_splits = options.num_splits
+        self.multiprocessors = gpu.multiprocessors if gpu else 1
         self.qk_scale = qk_scale(context)
         self.pdl = gpu is not None and gpu.pdl
+        self.asm = gpu is not None and context.dtype != torch.float32
         self.quantized = context.kv.name == "int8"
         if self.quantized:
             self.head_dim_padded = max(64, triton.next_power_of_2(context.head_dim))
-            self.tile, self.num_warps, self.num_stages, per_multiprocessor = 16, 1, 1, (11, 11)
-            self.max_registers = 176 if context.head_dim <= 128 else None
+            self.tile, self.num_warps = 16, 1
         else:
             self.head_dim_padded = triton.next_power_of_2(context.head_dim)
-            self.tile = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize))
-            self.num_warps, self.num_stages, per_multiprocessor = 4, 3, (2, 3)
-            self.max_registers = 168 if context.head_dim <= 128 else None
-        self.early = False
-        self.asm = gpu is not None and context.dtype != torch.float32
-        multiprocessors = gpu.multiprocessors if gpu else 1
-        filling = [max(1, n * multiprocessors // context.num_kv_heads) for n in per_multiprocessor]
-        self.few, self.many = [options.num_splits or programs for programs in filling]
-        self.work = WorkList(context, self.head_dim_padded, self.many)
+            self.tile, self.num_warps = min(64, 16384 // (self.head_dim_padded * context.dtype.itemsize)), 4
+        self.work = WorkList(context, self.head_dim_padded, self.programs(22 if self.quantized else 4))
 
-    def launch(self, num_seqs: int) -> tuple[int, bool, bool]:
-        """Programs per KV head; whether each does one piece (and there are as many more as sequences); and whether
-        they merge what they have cut: with more pieces, a second kernel is better."""
-        programs = self.few if num_seqs <= 2 * self.few else self.many
-        by_piece = not self.quantized and num_seqs > 2 * self.few
-        return even_programs(programs, num_seqs), by_piece, num_seqs >= 8
+    def programs(self, per_multiprocessor: int) -> int:
+        """Programs per KV head; ``num_splits`` overrides what fills the GPU."""
+        return self.num_splits or max(1, per_multiprocessor * self.multiprocessors // self.context.num_kv_heads)
 
-    def plan_decode(self, meta: DecodeMetadata) -> tuple[int, bool, bool]:
-        plan = programs, by_piece, _ = self.launch(meta.num_seqs)
-        (self.work.plan_pieces if by_piece else self.work.plan)(meta, programs, self.tile)
-        return plan
+    def launch(self, num_seqs: int) -> Launch:
+        """INT8: a program per piece from 16 sequences on. Else where sequences fill whole waves of 4 or 3 programs a
+        multiprocessor, wasting at most a sixth; with these stages and registers as many fit (head size 128, sm_90)."""
+        narrow = self.context.head_dim <= 128
+        if self.quantized:
+            registers = 176 if narrow else None
+            if num_seqs >= 16:
+                return Launch(self.programs(22 if num_seqs >= 128 else 11), True, True, 1, registers)
+            return Launch(even_programs(self.programs(11), num_seqs), False, False, 1, registers)
+        four = Launch(self.programs(4), True, True, num_stages=2)
+        three = Launch(self.programs(3), True, True, num_stages=3, max_registers=168 if narrow else None)
+        slots, best = min((triton.cdiv(num_seqs, wave.programs) * wave.programs, wave) for wave in (four, three))
+        if slots <= 1.2 * num_seqs:
+            return best
+        return Launch(even_programs(self.programs(2), num_seqs), False, num_seqs >= 8, num_stages=3)
+
+    def plan_decode(self, meta: DecodeMetadata) -> Launch:
+        launch = self.launch(meta.num_seqs)
+        (self.work.plan_pieces if launch.by_piece else self.work.plan)(meta, launch.programs, self.tile)
+        return launch
 
     def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
         context, work = self.context, self.work
-        programs, by_piece, fused_merge = meta.plan
+        programs, by_piece, fused_merge, num_stages, max_registers = meta.plan
         k, v = (x.view(torch.int32) if self.quantized else x for x in (layer.k, layer.v))
         paged_v2_split_kernel[(context.num_kv_heads, programs + meta.num_seqs if by_piece else programs)](
             q,
@@ -112,13 +132,12 @@ class PagedV2SplitBackend(AttentionBackend):
             PDL=self.pdl,
             BY_PIECE=by_piece,
             FUSED_MERGE=fused_merge,
-            EARLY=not fused_merge or self.early,
             M=8 if self.quantized and context.num_q_heads <= 8 * context.num_kv_heads else 16,
             D=self.head_dim_padded,
             N=self.tile,
             num_warps=self.num_warps,
-            num_stages=self.num_stages,
-            maxnreg=self.max_registers if self.quantized or by_piece else None,
+            num_stages=num_stages,
+            maxnreg=max_registers,
             launch_pdl=self.pdl,
         )
         if not fused_merge:
@@ -154,14 +173,13 @@ def paged_v2_split_kernel(
     PDL: tl.constexpr,
     BY_PIECE: tl.constexpr,
     FUSED_MERGE: tl.constexpr,
-    EARLY: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
 ):
     """q, out ``[num_seqs, q_heads, head_dim]``; grid (kv_heads, programs). Scratch as ``WorkList`` describes it.
 
-    BY_PIECE: a program does one item (``WorkList.plan_pieces``), else a share. EARLY: the next kernel starts at once.
+    BY_PIECE: a program does one item (``WorkList.plan_pieces``), else a share.
     QUANTIZED: the caches are int32 words. Their row of D / 4 words pads HEAD_DIM / 4 to 16 or more.
     """
     kv_head = tl.program_id(0)
@@ -179,7 +197,7 @@ def paged_v2_split_kernel(
     end = tl.load(record + 2)
     pieces = tl.load(record + 4)
     if PDL:
-        if EARLY:
+        if BY_PIECE or not FUSED_MERGE:  # the next kernel starts at once
             gdc_launch_dependents()
         gdc_wait()
     if BY_PIECE:  # noqa: SIM102 (a constant)

@@ -1,4 +1,5 @@
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from hypothesis import strategies as st
 from nanoserve.contracts.attention import AttentionContext, DecodeMetadata
 from nanoserve.testing import AttentionBackendSuite
 from nanoserve.testing.attention import make_case
-from nanoserve_plugins.attention._kernels import WorkList, even_programs
+from nanoserve_plugins.attention._kernels import GPU, WorkList, even_programs
+from nanoserve_plugins.attention.paged_v2_split import PagedV2SplitBackend, PagedV2SplitConfig
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.gpu
@@ -19,26 +23,47 @@ class TestPagedV2Split(AttentionBackendSuite):
 
 
 class TestPagedV2SplitInPieces(AttentionBackendSuite):
-    """Most contexts are cut; up to 7 of them a second kernel merges, from 8 on the last piece. From 11 on every piece
-    has a program."""
+    """Most contexts are cut; shares up to 4 sequences, a program per piece from 5 on (INT8: from 16 on)."""
 
     backend = "paged_v2_split"
     options = {"num_splits": 5}
 
-    @pytest.mark.parametrize("padding", [0, 4])
-    def test_the_last_piece_merges_a_large_batch(self, kv_format: str, padding: int) -> None:
+    @pytest.mark.parametrize("num_seqs", [12, 20])
+    def test_large_batch(self, kv_format: str, num_seqs: int) -> None:
         """Contexts of one piece, of two, and of all pieces; scratch counters are back at 0 for the next layer."""
         context = self.make_context(kv_format)
         backend = self.build(context)
-        case = make_case(context, [7, 0, 33, 2, 330, 16, 90, 1, 3, 21, *[0] * padding])
+        lens = [7, 0, 33, 2, 330, 16, 90, 1, 3, 21]
+        case = make_case(context, [*lens, *[0] * (num_seqs - len(lens))])
         case.plan(backend)
-        assert case.meta.plan[1] == (padding > 0 and kv_format != "int8")
+        assert case.meta.plan[:3] == (5, num_seqs == 20, num_seqs == 20 or kv_format != "int8")
         live = [0, *range(2, 10)]
         for _ in range(2):
             self.assert_right(case.attend(backend)[live], case.expected()[live])
 
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+@pytest.mark.parametrize(
+    ("kv_format", "num_seqs", "expected"),
+    [
+        ("bf16", 1, (33, False, False, 3, None)),
+        ("bf16", 8, (32, False, True, 3, None)),
+        ("bf16", 32, (32, False, True, 3, None)),
+        ("bf16", 48, (49, True, True, 3, 168)),
+        ("bf16", 64, (66, True, True, 2, None)),
+        ("bf16", 80, (33, False, True, 3, None)),
+        ("bf16", 96, (49, True, True, 3, 168)),
+        ("bf16", 256, (66, True, True, 2, None)),
+        ("int8", 8, (176, False, False, 1, 176)),
+        ("int8", 16, (181, True, True, 1, 176)),
+        ("int8", 128, (363, True, True, 1, 176)),
+    ],
+)
+def test_launch_on_132_multiprocessors(kv_format: str, num_seqs: int, expected: tuple[object, ...]) -> None:
+    kv = SimpleNamespace(name=kv_format)
+    context = AttentionContext(16, 8, 128, 1.0, torch.bfloat16, DEVICE, 16, 256, 1, 1, kv)  # type: ignore[arg-type]
+    with mock.patch.object(GPU, "of", return_value=GPU(132, (9, 0))):
+        backend = PagedV2SplitBackend(context, PagedV2SplitConfig())
+    assert backend.launch(num_seqs) == expected
 
 
 def work_list(programs: int, max_num_seqs: int) -> WorkList:

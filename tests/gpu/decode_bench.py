@@ -2,6 +2,7 @@
 
     python tests/gpu/decode_bench.py compile check fuzz time     # any of the stages, in this order
     python tests/gpu/decode_bench.py time small int8             # shapes and variants of SWEEPS, compiled first
+    python tests/gpu/decode_bench.py time names=v2,split,split:33:1
 
 ``nanoserve task=bench_kernels phase=decode`` times every backend as it is.
 """
@@ -40,33 +41,35 @@ SMS = 132
 
 
 def make_backend(name, context):
-    """``v1``, ``v2``, ``fused``, ``split[:programs:merge]``, ``piece:programs:merge`` (split, a program per piece),
-    ``hopper[:warps:programs:merge]``; merge: 1 in the kernel, 0 in a second one. After them, attributes of the backend
-    to set: ``piece:66:1:num_stages=2``."""
+    """``v1``, ``v2``, ``fused``, ``split``, ``hopper[:warps:programs:merge]``, ``split:programs:merge``,
+    ``piece:programs:merge`` (split, a program per piece); merge: 1 in the kernel, 0 in a second one. After the numbers
+    of split and piece, fields of ``Launch`` to set: ``piece:66:1:num_stages=2:max_registers=0``."""
     kind, *args = name.split(":")
-    attributes = {key: int(value) for key, value in (arg.split("=") for arg in args if "=" in arg)}
-    args = [arg for arg in args if "=" not in arg]
     if kind == "v1":
         return paged_v1.PagedV1Backend(context, paged_v1.PagedV1Config())
     if kind == "fused":
         return int8_fused.Int8FusedBackend(context, int8_fused.Int8FusedConfig())
     if kind == "v2":
         return paged_v2.PagedV2Backend(context, paged_v2.PagedV2Config())
-    *numbers, merge = [int(arg) for arg in args] or [0]
-    if kind in ("split", "piece"):
-        backend = paged_v2_split.PagedV2SplitBackend(context, paged_v2_split.PagedV2SplitConfig())
-    else:
+    fields = {key: int(value) or None for key, _, value in (arg.partition("=") for arg in args if "=" in arg)}
+    numbers = [int(arg) for arg in args if "=" not in arg]
+    if kind == "hopper":
         backend = hopper_decode.HopperDecodeBackend(context, hopper_decode.HopperDecodeConfig())
-    for key, value in attributes.items():
-        assert hasattr(backend, key), key
-        setattr(backend, key, value or None)
+        if numbers:
+            backend.launch = lambda num_seqs: (*numbers[:2], bool(numbers[2]))
+    else:
+        backend = paged_v2_split.PagedV2SplitBackend(context, paged_v2_split.PagedV2SplitConfig())
+        if numbers:
+            by_piece, fused_merge = kind == "piece", bool(numbers[1])
+            num_stages, max_registers = (1, 176) if backend.quantized else (3, 168 if by_piece else None)
+            launch = paged_v2_split.Launch(numbers[0], by_piece, fused_merge, num_stages, max_registers)
+            launch = launch._replace(**fields)
+            backend.launch = lambda num_seqs: (
+                launch if by_piece else launch._replace(programs=_kernels.even_programs(numbers[0], num_seqs))
+            )
     if numbers:
-        if kind == "split":
-            backend.launch = lambda num_seqs: (_kernels.even_programs(numbers[0], num_seqs), False, bool(merge))
-        else:
-            by_piece = (True,) if kind == "piece" else ()
-            backend.launch = lambda num_seqs: (*numbers, *by_piece, bool(merge))
-        backend.work = _kernels.WorkList(context, backend.work.partial.shape[-1], numbers[-1], backend.work.min_steps)
+        width, programs = backend.work.partial.shape[-1], numbers[-2]
+        backend.work = _kernels.WorkList(context, width, programs, backend.work.min_steps)
     return backend
 
 
@@ -94,7 +97,9 @@ def compile_job(job):
 
     try:
         return f"{fmt} {name} {job[2:]}: " + "; ".join(
-            str(kernel) for kernel in compile_launches(launch, 90) if kernel.name not in ("_plan", "_merge")
+            str(kernel)
+            for kernel in compile_launches(launch, 90)
+            if kernel.name not in ("_plan", "_plan_pieces", "_merge")
         )
     except Exception as error:
         return f"{fmt} {name} {job[2:]}: {type(error).__name__} {str(error)[:300]}"
@@ -225,75 +230,45 @@ def sweep_jobs(fmt, shapes, names):
 
 CHECKS = {
     "bf16": [
-        "v1",
-        "v2",
-        "split",
-        "split:33:0",
-        "split:33:1",
-        "piece:33:0",
-        "piece:49:1:early=1",
-        "hopper",
-        "hopper:4:33:0",
-        "hopper:4:33:1",
-        "hopper:1:198:1",
+        *("v1", "v2", "split", "split:33:0", "split:33:1", "piece:49:1", "piece:66:1:num_stages=2:max_registers=0"),
+        *("hopper", "hopper:4:33:0", "hopper:4:33:1", "hopper:1:198:1"),
     ],
     "int8": [
-        "fused",
-        "v2",
-        "split",
-        "split:88:0",
-        "split:88:1",
-        "piece:88:1",
-        "hopper",
-        "hopper:2:132:0",
-        "hopper:2:132:1",
+        *("fused", "v2", "split", "split:88:0", "split:88:1", "piece:88:1"),
+        *("hopper", "hopper:2:132:0", "hopper:2:132:1"),
     ],
 }
 FUZZ = {"bf16": ("v1", "v2", "split", "hopper"), "int8": ("fused", "v2", "split", "hopper")}
 
-SWEEPS = {
+SWEEPS = {  # paged_v2_split as it is, which is one of the others at every batch
     "time": (
         "bf16",
         [
             *("16x1024", "32x1024", "64x1024", "96x1024", "128x1024", "256x1024", "32x4096", "64x8192"),
             *("ragged32", "ragged64", "ragged256"),
         ],
-        [
-            "v2",
-            "split:33:1",
-            "split:49:1",
-            "split:33:1:early=1",
-            "piece:33:1:early=1",
-            "piece:49:1",
-            "piece:49:1:early=1",
-            "piece:98:1:early=1",
-            "piece:66:1:num_stages=2:max_registers=0:early=1",
-            "piece:132:1:num_stages=2:max_registers=0:early=1",
-            "piece:66:1:num_stages=4:tile=32:max_registers=0:early=1",
-        ],
+        ["v2", "split", "split:33:1", "piece:49:1", "piece:66:1:num_stages=2:max_registers=0"],
     ),
     "small": (
         "bf16",
         ["1x1024", "8x511", "1x4096", "1x32768", "4x4096", "16x1024", "ragged8", "ragged16"],
-        [
-            "v2",
-            "split:33:0",
-            "split:33:1",
-            "piece:33:0",
-            "piece:33:1:early=1",
-            "piece:16:1:early=1",
-        ],
+        ["v2", "split", "split:33:0", "split:33:1", "piece:33:0"],
     ),
     "int8": (
         "int8",
-        ["1x32768", "8x511", "32x1024", "64x1024", "256x1024", "64x8192", "ragged64", "ragged256"],
-        ["v2", "split:181:0", "split:181:1", "piece:181:1", "piece:181:0", "piece:362:1", "piece:181:1:early=1"],
+        [
+            *("1x32768", "8x511", "16x1024", "32x1024", "32x4096", "64x1024", "128x1024", "256x1024", "64x8192"),
+            *("ragged32", "ragged64", "ragged256"),
+        ],
+        ["v2", "split", "split:181:0", "piece:181:1", "piece:363:1"],
     ),
 }
 
 if __name__ == "__main__":
     stages = sys.argv[1:]
+    only = [name for stage in stages if stage.startswith("names=") for name in stage[6:].split(",")]
     sweeps = [SWEEPS[stage] for stage in stages if stage in SWEEPS]
+    sweeps = [(fmt, shapes, only or names) for fmt, shapes, names in sweeps]
     if sweeps:
         compile_stage(sorted(set().union(*(sweep_jobs(*sweep) for sweep in sweeps)), key=str))
     if "compile" in stages:
