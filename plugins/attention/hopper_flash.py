@@ -48,7 +48,7 @@ from nanoserve_plugins.attention._prefill import (
     tile_records,
     to_device,
 )
-from nanoserve_plugins.attention.triton_flash import FlashPlan, TritonFlashBackend, TritonFlashConfig
+from nanoserve_plugins.attention.triton_flash import SHORT, FlashPlan, TritonFlashBackend, TritonFlashConfig
 
 # Two names that changed between Triton 3.6 and 3.9.
 tma_load = tma.async_load if "async_load" in tma.__all__ else tma.async_copy_global_to_shared
@@ -463,7 +463,7 @@ class HopperFlashBackend(AttentionBackend):
         return torch.zeros(size, dtype=context.dtype, device=context.device)
 
     def plan_prefill(self, meta: PrefillMetadata) -> HopperPlan | FlashPlan:
-        if meta.max_seqlen_k <= 256:
+        if meta.max_seqlen_k <= SHORT:
             return self.few_tokens.plan_prefill(meta)
         return self.plan(meta)
 

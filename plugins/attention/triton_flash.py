@@ -29,10 +29,13 @@ from nanoserve_plugins.attention._prefill import (
     to_device,
 )
 
+SHORT = 128  # keys
+
 
 @dataclass(frozen=True)
 class TritonFlashConfig:
-    """use_tma: read K and V tiles with TMA descriptors where the GPU, head size and block size allow it."""
+    """use_tma: read K and V tiles with TMA descriptors where the GPU, head size and block size allow it and the longest
+    context is not short."""
 
     use_tma: bool = True
 
@@ -168,11 +171,15 @@ class Tile:
 
 @dataclass(slots=True)
 class FlashPlan:
-    """records: int32 ``[tiles, 4]`` of ``_prefill.query_tiles``; dense: K and V are the step's own, not the cache's."""
+    """records: int32 ``[tiles, 4]`` of ``_prefill.query_tiles``; dense: K and V are the step's own, not the cache's;
+    use_tma: whether descriptors pay. Two of them take the host longer than a launch, and short prompts wait for the
+    host.
+    """
 
     tile: Tile
     records: torch.Tensor
     dense: bool
+    use_tma: bool
 
 
 def choose_tile(context: AttentionContext, meta: PrefillMetadata, capability: tuple[int, int]) -> Tile:
@@ -189,7 +196,7 @@ def choose_tile(context: AttentionContext, meta: PrefillMetadata, capability: tu
         return Tile(128, 128, 8, 3)
     if 64 < meta.max_seqlen_q <= 128:
         return Tile(block_m, 64, 4, 2)
-    return Tile(block_m, 32, 4, 2 if meta.max_seqlen_q <= 256 else 3)
+    return Tile(block_m, 32, 4, 2 if meta.max_seqlen_q <= 64 else 3)
 
 
 class TritonFlashBackend(AttentionBackend):
@@ -213,7 +220,9 @@ class TritonFlashBackend(AttentionBackend):
         dense = not meta.has_prefix
         tokens = tile.block_m // self.group
         records = query_tiles(meta, tokens, self.section, fresh_rows(meta) if dense else None)
-        return FlashPlan(tile, to_device(records, self.context.device), dense)
+        return FlashPlan(
+            tile, to_device(records, self.context.device), dense, self.use_tma and meta.max_seqlen_k > SHORT
+        )
 
     def prefill(
         self,
@@ -228,10 +237,10 @@ class TritonFlashBackend(AttentionBackend):
         k_scale, v_scale = layer.k_scale, layer.v_scale
         if plan.dense:
             page, k_scale, v_scale = 0, None, None
-            use_tma = self.use_tma and k.stride(1) == v.stride(1) == context.head_dim
+            use_tma = plan.use_tma and k.stride(1) == v.stride(1) == context.head_dim
         else:
             page, k, v = context.block_size, layer.k, layer.v
-            use_tma = self.use_tma and page % tile.block_n == 0
+            use_tma = plan.use_tma and page % tile.block_n == 0
         dense_strides = (*k.stride()[:2], *v.stride()[:2]) if plan.dense else (0, 0, 0, 0)
         strides = (*q.stride()[:2], *dense_strides)
         k_tiles = tile_descriptor(k, page, tile.block_n) if use_tma else None

@@ -27,7 +27,7 @@ FLASH_CASES = {
     SM90: {
         **{f"{n} tokens": {"lens": [(n, n)]} for n in (16, 128, 512, 4096)},
         "head_dim 96": {"head_dim": 96},
-        "fp32": {"dtype": "float32"},
+        "fp32": {"dtype": "float32", "lens": [(200, 200)]},
         "chunk": {"lens": CHUNK, "block_size": 16},
         "int8 chunk": {"lens": CHUNK, "kv_format": "int8"},
     },
