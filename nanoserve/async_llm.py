@@ -24,7 +24,7 @@ from typing import Any, Literal
 from nanoserve.config import EngineConfig
 from nanoserve.contracts.errors import CapacityError, NanoserveError, RequestError
 from nanoserve.contracts.observer import EngineInfo
-from nanoserve.outputs import EngineStats
+from nanoserve.outputs import Deltas, EngineStats
 from nanoserve.registry import Registry
 from nanoserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanoserve.server.engine_process import error_named
@@ -96,15 +96,16 @@ class AsyncLLM:
 
     async def _start_engine(self) -> None:
         self.state = "starting"
-        imports = asyncio.create_task(asyncio.to_thread(_import_tokenizers))
+        imports = [asyncio.create_task(asyncio.to_thread(_import_tokenizers))] if self.config.has_checkpoint else []
         self._engine = engine = EngineProcess(self.config, self._log_level, self._on_news, self._on_exit)
         try:
             started = await engine.started
-            await imports
+            await asyncio.gather(*imports)
             if started.tokenizer is not None and self.tokenizer is None:
                 self.tokenizer = await asyncio.to_thread(Tokenizer, started.tokenizer)
         except BaseException:
-            imports.cancel()
+            for task in imports:
+                task.cancel()
             if self._engine is engine:
                 self.state = "dead"
                 engine.kill()
@@ -307,13 +308,25 @@ class AsyncLLM:
         for scores in step.scores:
             if (future := self._scores.get(scores.request_id)) is not None and not future.done():
                 future.set_result(scores.logprobs)
+        for deltas in step.deltas:
+            self._on_deltas(deltas)
         for report in step.reports:
             request = requests.get(report.request_id)
             if request is not None:
                 metrics.report(request, report, step.time)
                 if report.finished:
                     self._forget(request)
-                request.inbox.put(request, report)
+                request.put(report)
+
+    def _on_deltas(self, deltas: Deltas) -> None:
+        known, choices = self._requests, []
+        texts = deltas.texts or itertools.repeat("")
+        for request_id, token_id, text in zip(deltas.request_ids, deltas.token_ids, texts, strict=False):
+            request = known.get(request_id)
+            if request is not None:
+                choices.append(request.choices[0])
+                request.put_token(token_id, text)
+        self.metrics.tokens(choices, deltas.time)
 
     def _on_refusal(self, refusal: Refusal) -> None:
         error = error_named(refusal.kind, refusal.message)

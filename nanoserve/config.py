@@ -147,6 +147,15 @@ class EngineConfig:
     engine: EngineOptions = field(default_factory=EngineOptions)
     policy_by_device: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def load_format(self) -> Literal["auto", "dummy"]:
+        return self.model.load_format or self.engine.load_format
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """False for random weights of a shape that ``model.config`` gives."""
+        return self.model.path is not None and (self.load_format != "dummy" or self.model.config is None)
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
         """From a composed configuration: one mapping per group, ``name`` beside the options of a plugin."""

@@ -72,6 +72,20 @@ class RequestOutput:
         return self.outputs[0].finish_reason
 
 
+@dataclass(slots=True)
+class Deltas:
+    """What one step brought of streams that have begun and go on, which is most of all news: a token each, in columns.
+
+    time: of the step, in seconds of ``time.perf_counter``. request_ids: requests of one completion, each at most once.
+    texts: what each token released, "" for nothing; the column is empty when no tokenizer is loaded.
+    """
+
+    time: float
+    request_ids: list[str]
+    token_ids: list[int]
+    texts: list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since start-up (monotone) and gauges of this moment.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -111,18 +111,6 @@ class Schedule:
         return bool(self.decode or self.prefill)
 
 
-@dataclass(slots=True)
-class StepResult:
-    """What a committed step brought for one of its sequences.
-
-    token_ids: tokens accepted, in order; empty for an unfinished chunk. finished: the core found a stop condition.
-    """
-
-    seq: Sequence
-    token_ids: list[int]
-    finished: bool = False
-
-
 @dataclass(frozen=True)
 class SchedulerLimits:
     """max_num_seqs: sequences per step. max_num_batched_tokens: tokens per step. max_model_len: longest sequence."""
@@ -177,21 +165,20 @@ class Scheduler(ABC):
         seq.status = Status.FINISHED
         self.blocks.release(seq)
 
-    def commit(self, results: Iterable[StepResult]) -> None:
-        """Results of the oldest step in flight, after the core has appended tokens and hashed blocks.
+    def commit(self, finished: Collection[Sequence]) -> None:
+        """The oldest step in flight is done: the core has appended its tokens and hashed blocks.
 
-        The default ends finished sequences. A sequence aborted or preempted since then appears here too.
+        finished: those of its sequences for which the core found a stop condition, also when they have been preempted
+        since. The default ends them.
         """
-        ended = False
-        for result in results:
-            if result.finished:
-                result.seq.status = Status.FINISHED
-                self.blocks.release(result.seq)
-                ended = True
-        if ended:
-            self.running = deque(s for s in self.running if s.status != Status.FINISHED)
-            if any(s.status == Status.FINISHED for s in self.waiting):  # finished at the commit after its preemption
-                self.waiting = deque(s for s in self.waiting if s.status != Status.FINISHED)
+        if not finished:
+            return
+        for seq in finished:
+            seq.status = Status.FINISHED
+            self.blocks.release(seq)
+        self.running = deque(s for s in self.running if s.status != Status.FINISHED)
+        if any(s.status == Status.FINISHED for s in self.waiting):  # finished at the commit after its preemption
+            self.waiting = deque(s for s in self.waiting if s.status != Status.FINISHED)
 
     def preempt(self, seq: Sequence) -> None:
         """Send ``seq``, which the caller has taken out of its queue, without its blocks to the head of ``waiting``."""

@@ -46,7 +46,6 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     registry = registry or Registry.discover()
     options = config.engine
     device = resolve_device(options.device)
-    load_format = config.model.load_format or options.load_format
     folder = checkpoint_folder(config)
     if folder is not None:
         model_config = ModelConfig.from_folder(folder)
@@ -87,7 +86,7 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
         folder,
         dtype=dtype,
         device=device,
-        load_format=load_format,
+        load_format=config.load_format,
         parallel=ParallelContext(),
         max_positions=max_model_len,
         seed=options.seed,
@@ -198,11 +197,7 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
 
 def checkpoint_folder(config: EngineConfig) -> Path | None:
     """Where the files of the model are, fetched if need be; None for random weights of a shape given in the config."""
-    model = config.model
-    load_format = model.load_format or config.engine.load_format
-    if model.path is None or (load_format == "dummy" and model.config is not None):
-        return None
-    return resolve_model(model.path)
+    return resolve_model(config.model.path) if config.has_checkpoint else None  # type: ignore[arg-type]
 
 
 def resolve_device(name: str) -> torch.device:

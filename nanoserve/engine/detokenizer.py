@@ -23,7 +23,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._bytes = tokenizer.token_bytes(skip_special_tokens)
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unfinished = b""  # the beginning of a character
         self._window: list[int] = []  # ids whose text is known, as context, then ids whose text is not complete
         self._num_context = 0
 
@@ -31,12 +31,23 @@ class IncrementalDetokenizer:
         """The text that ``ids`` complete; "" while they end inside a character."""
         table = self._bytes
         if table is not None:
-            return self._utf8.decode(b"".join([table[token_id] for token_id in ids]))
+            return self._decode(b"".join([table[token_id] for token_id in ids]))
         return "".join([self._push_to_window(token_id) for token_id in ids])
+
+    def push_one(self, token_id: int) -> str:
+        table = self._bytes
+        return self._push_to_window(token_id) if table is None else self._decode(table[token_id])
+
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        if self._unfinished:
+            data = self._unfinished + data
+        text, num_decoded = codecs.utf_8_decode(data, "replace", final)
+        self._unfinished = data[num_decoded:]
+        return text
 
     def flush(self) -> str:
         """The end of the text once no token follows: U+FFFD for a character that was cut."""
-        return self._utf8.decode(b"", final=True) if self._bytes is not None else self._window_delta()
+        return self._decode(b"", final=True) if self._bytes is not None else self._window_delta()
 
     def _push_to_window(self, token_id: int) -> str:
         """For tokenizers whose tokens look different alone than in a row (a space before a word, say).
@@ -84,7 +95,11 @@ class OutputText:
 
     def append(self, token_id: int) -> str:
         """Take one output token; returns the text it releases, "" once ``stopped_by`` is set."""
-        return self.append_many((token_id,))
+        if self._stops:
+            return self._append_checked(token_id)
+        delta = self._detokenizer.push_one(token_id)
+        self._released.append(delta)
+        return delta
 
     def append_many(self, ids: Sequence[int]) -> str:
         """Take output tokens, in order. Without stop strings, all at once is much cheaper than one by one."""
@@ -107,7 +122,7 @@ class OutputText:
         if self.stopped_by is not None:
             return ""
         seen = len(self._held)
-        text = self._held + self._detokenizer.push((token_id,))
+        text = self._held + self._detokenizer.push_one(token_id)
         if self._tokens_before_stop > 0:
             self._tokens_before_stop -= 1
             match = None

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from nanoserve.contracts.errors import CapacityError, NanoserveError, RequestError
 from nanoserve.contracts.grammar import Matcher
 from nanoserve.contracts.observer import EngineInfo, Observer
-from nanoserve.contracts.scheduling import Schedule, Scheduler, Status, StepResult
+from nanoserve.contracts.scheduling import Schedule, Scheduler, Status
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.detokenizer import OutputText
 from nanoserve.engine.guard import FAULTS, Watchdog, broken_rule, failure
@@ -18,7 +18,7 @@ from nanoserve.engine.runner import InFlight, Runner
 from nanoserve.engine.sampler import child_seed
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.structured import Grammars
-from nanoserve.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
+from nanoserve.outputs import CompletionOutput, Deltas, EngineStats, FinishReason, RequestMetrics, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.tokenizer import Tokenizer
 
@@ -35,13 +35,13 @@ class _Request:
     __slots__ = ("id", "prompt", "prompt_token_ids", "params", "stream", "sequences", "held", "metrics", "unfinished")
 
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, stream: bool
     ) -> None:
         self.id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.stream = False
+        self.stream = stream
         self.sequences: list[Sequence] = []
         self.held: list[Sequence] = []  # siblings that wait until the first has put the prompt into the prefix cache
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
@@ -51,9 +51,14 @@ class _Request:
 class _Output:
     """The output side of one sequence. ``text`` is None when no tokenizer is loaded."""
 
-    __slots__ = ("request", "completion", "text", "incremental", "delta", "num_reported", "end_reported")
+    __slots__ = (
+        "request", "completion", "text", "incremental", "delta", "num_reported", "end_reported", "is_plain", "goes_on",
+        "last_index",
+    )  # fmt: skip
 
-    def __init__(self, request: _Request, index: int, text: OutputText | None, incremental: bool) -> None:
+    def __init__(
+        self, request: _Request, index: int, text: OutputText | None, incremental: bool, max_num_tokens: int
+    ) -> None:
         self.request = request
         self.completion = CompletionOutput(index)
         self.text = text
@@ -61,6 +66,16 @@ class _Output:
         self.delta: list[str] = []
         self.num_reported = 0  # output tokens already streamed
         self.end_reported = False
+        params = request.params
+        # Nothing is said of its tokens but ids and text, and nothing but an id or the limit ends it.
+        self.is_plain = (
+            params.logprobs is None
+            and params.structured is None
+            and not params.stop_strings
+            and not (request.stream and params.n > 1)
+        )
+        self.goes_on = False  # it is plain, has begun, and has nothing to report but the tokens that come now
+        self.last_index = max_num_tokens - 1  # in Sequence.token_ids, of the token that ends it
 
 
 class Engine:
@@ -108,7 +123,9 @@ class Engine:
         self._num_unseeded = 0
         self._num_history = 0  # unfinished sequences whose sampling needs the values of the tokens before it
         self._in_flight: InFlight | None = None
-        self._dirty: dict[str, _Request] = {}  # requests with something to report, in order
+        self._columns: list[tuple[float, list[_Request], list[int], list[str]]] = []  # as Deltas, to be reported first
+        self._dirty: dict[str, _Request] = {}  # requests with something else to report, in order
+        self.num_unfinished = 0  # sequences, those that wait included
         self._steps = self._prompt_tokens = self._generation_tokens = self._finished = self._aborted = 0
         self._closed = False
 
@@ -162,8 +179,7 @@ class Engine:
         if request_id in self.requests:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
         self.check(prompt_token_ids, params)
-        request = _Request(request_id, prompt, list(prompt_token_ids), params)
-        request.stream = stream
+        request = _Request(request_id, prompt, list(prompt_token_ids), params, stream)
         base_seed = params.seed
         if base_seed is None:
             base_seed = child_seed(self._seed, self._num_unseeded)
@@ -190,9 +206,10 @@ class Engine:
                 arrival_time=request.metrics.arrival_time,
             )
             text = None if self.tokenizer is None else OutputText(self.tokenizer, params)
-            seq.state = _Output(request, index, text, incremental)
+            seq.state = _Output(request, index, text, incremental, limit)
             request.sequences.append(seq)
         request.unfinished = params.n
+        self.num_unfinished += params.n
         self.requests[request_id] = request
         self._num_history += params.n if params.needs_history else 0
         self.scheduler.add(request.sequences[0])
@@ -233,7 +250,7 @@ class Engine:
 
     @property
     def has_reports(self) -> bool:
-        return bool(self._dirty)
+        return bool(self._columns or self._dirty)
 
     def check_priority(self, priority: int) -> None:
         """Raise RequestError for a priority that the scheduler would ignore.
@@ -262,6 +279,24 @@ class Engine:
 
     def report(self) -> list[RequestOutput]:
         """What there is to say since the last call: deltas of streaming requests, results of ended ones."""
+        columns, self._columns = self._columns, []
+        deltas = [
+            self._output(request, [CompletionOutput(0, text, [token])])
+            for _, requests, tokens, texts in columns
+            for request, token, text in zip(requests, tokens, texts or [""] * len(tokens), strict=True)
+        ]
+        return deltas + self._report_dirty()
+
+    def report_columns(self) -> tuple[list[Deltas], list[RequestOutput]]:
+        """As ``report``, cheaper: most deltas as columns, which come before the others of their requests."""
+        columns, self._columns = self._columns, []
+        deltas = [
+            Deltas(time, [request.id for request in requests], tokens, texts)
+            for time, requests, tokens, texts in columns
+        ]
+        return deltas, self._report_dirty()
+
+    def _report_dirty(self) -> list[RequestOutput]:
         dirty, self._dirty = self._dirty, {}
         reports = []
         for request in dirty.values():
@@ -271,18 +306,20 @@ class Engine:
                 outputs = [seq.state.completion for seq in request.sequences]  # type: ignore[attr-defined]
             else:
                 continue
-            reports.append(
-                RequestOutput(
-                    request_id=request.id,
-                    prompt=request.prompt,
-                    prompt_token_ids=request.prompt_token_ids,
-                    outputs=outputs,
-                    finished=not request.unfinished,
-                    num_cached_tokens=max(request.sequences[0].num_cached_tokens, 0),
-                    metrics=request.metrics,
-                )
-            )
+            reports.append(self._output(request, outputs, finished=not request.unfinished))
         return reports
+
+    @staticmethod
+    def _output(request: _Request, outputs: list[CompletionOutput], finished: bool = False) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=outputs,
+            finished=finished,
+            num_cached_tokens=max(request.sequences[0].num_cached_tokens, 0),
+            metrics=request.metrics,
+        )
 
     def _step(self) -> None:
         overlap = self.overlap and not self._num_history
@@ -338,8 +375,29 @@ class Engine:
             log.exception("a step failed; its requests end with an error")
             self._fail([*step.sampled, *step.chunks], error)
             return
-        commit, results, spoilt = self.blocks.commit, [], []
-        for i, (seq, token) in enumerate(zip(step.sampled, tokens.token_ids, strict=True)):
+        commit = self.blocks.commit
+        finished: list[Sequence] = []
+        spoilt: list[Sequence] = []
+        streamed: list[_Request] = []
+        new_tokens: list[int] = []
+        new_texts: list[str] = []
+        num_plain = 0
+        for i, seq, token in zip(range(len(step.sampled)), step.sampled, tokens.token_ids, strict=True):
+            output: _Output = seq.state  # type: ignore[assignment]
+            if output.goes_on and token >= 0 and token not in seq.stop_ids and len(seq.token_ids) < output.last_index:
+                commit(seq, [token])
+                num_plain += 1
+                if output.request.stream:
+                    if output.incremental:
+                        text = self._detokenize(seq, token)
+                        if text is None:
+                            finished.append(seq)
+                            continue
+                        new_texts.append(text)
+                    streamed.append(output.request)
+                    new_tokens.append(token)
+                    output.num_reported += 1
+                continue
             if seq.status == Status.FINISHED:
                 self._drop(seq)
                 continue
@@ -350,13 +408,17 @@ class Engine:
                 if tokens.logprobs is not None and seq.params.logprobs is not None:
                     top = tokens.top[i] if tokens.top is not None else []
                     self._add_logprobs(seq, token, tokens.logprobs[i], top[: seq.params.logprobs])
-            results.append(StepResult(seq, [token], self._accept(seq, token)))
+            if self._accept(seq, token):
+                finished.append(seq)
         for seq in step.chunks:
             if seq.status == Status.FINISHED:
                 self._drop(seq)
             else:
                 commit(seq, [])
-        self.scheduler.commit(results)
+        self._generation_tokens += num_plain
+        if streamed:
+            self._columns.append((time.perf_counter(), streamed, new_tokens, new_texts))
+        self.scheduler.commit(finished)
         for seq in spoilt:  # its KV is not to be found by others
             self.blocks.discard(seq)
 
@@ -381,22 +443,31 @@ class Engine:
                     log.exception("a grammar failed")
                 return self._finish(seq, "error", error=f"structured.{seq.params.structured.field}: {error}")  # type: ignore[union-attr]
         if output.incremental:
-            try:
-                delta = output.text.append(token)  # type: ignore[union-attr]
-            except Exception as error:
-                log.exception("detokenisation failed")
-                return self._finish(seq, "error", error=f"detokenisation failed: {error}")
+            delta = self._detokenize(seq, token)
+            if delta is None:
+                return True
             if delta:
                 output.delta.append(delta)
             if output.text.stopped_by is not None:  # type: ignore[union-attr]
                 return self._finish(seq, "stop", stop_reason=output.text.stopped_by)  # type: ignore[union-attr]
         if request.stream:
             self._dirty[request.id] = request
+        else:
+            output.goes_on = output.is_plain
         if seq.matcher is not None and seq.matcher.is_terminated:
             return self._finish(seq, "stop")
         if len(seq.token_ids) >= seq.max_num_tokens:
             return self._finish(seq, "length")
         return False
+
+    def _detokenize(self, seq: Sequence, token: int) -> str | None:
+        """What ``token`` adds to the text that its reader may see; None when the sequence ends because it failed."""
+        try:
+            return seq.state.text.append(token)  # type: ignore[attr-defined, no-any-return]
+        except Exception as error:
+            log.exception("detokenisation failed")
+            self._finish(seq, "error", error=f"detokenisation failed: {error}")
+            return None
 
     def _first_token(self, request: _Request) -> None:
         request.metrics.first_token_time = now = time.perf_counter()
@@ -422,7 +493,9 @@ class Engine:
                 output.delta.append(output.text.finish())
         if output.text is not None:
             completion.text = output.text.text
+        output.goes_on = False
         request.unfinished -= 1
+        self.num_unfinished -= 1
         self._num_history -= bool(request.params.needs_history)
         self._dirty[request.id] = request
         if request.held and not request.unfinished - len(request.held):
@@ -452,7 +525,7 @@ class Engine:
         alive = [seq for seq in sequences if seq.status != Status.FINISHED]
         for seq in alive:
             self._finish(seq, "error", error=failure(error))
-        self.scheduler.commit([StepResult(seq, [], finished=True) for seq in alive])
+        self.scheduler.commit(alive)
         for seq in sequences:
             self.blocks.discard(seq)
 
@@ -512,6 +585,7 @@ class Engine:
         output.delta = []
         output.num_reported = known
         output.end_reported = done.finish_reason is not None
+        output.goes_on = output.is_plain and not output.end_reported
         return delta
 
     def _observe_step(self, schedule: Schedule, now: float) -> None:

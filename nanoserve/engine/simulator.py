@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from nanoserve.contracts.errors import CapacityError, PluginError
-from nanoserve.contracts.scheduling import Schedule, Scheduler, SchedulerLimits, Status, StepResult
+from nanoserve.contracts.scheduling import Schedule, Scheduler, SchedulerLimits, Status
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.guard import broken_rule
 from nanoserve.engine.sequence import Sequence
@@ -107,15 +107,16 @@ class Simulator:
 
     def commit(self) -> None:
         """Bring the oldest step in flight home."""
-        results = []
+        finished = []
         for seq, token_ids in self.in_flight.popleft():
             if seq.status == Status.FINISHED:
                 self.blocks.commit(seq, [])
                 continue
             self.blocks.commit(seq, token_ids)
             ended = len(seq.token_ids) >= seq.max_num_tokens or not seq.stop_ids.isdisjoint(token_ids)
-            results.append(StepResult(seq, token_ids, finished=bool(token_ids) and ended))
-        self.scheduler.commit(results)
+            if token_ids and ended:
+                finished.append(seq)
+        self.scheduler.commit(finished)
 
     def step(self) -> Schedule:
         """One turn of the engine's loop; the schedule that was launched."""

@@ -84,8 +84,8 @@ class Answer(Generic[R]):
     prompts: token ids. prompt_texts, prompt_logprobs: per prompt, for ``echo``.
     """
 
-    kind: str
     prefix: str
+    text_field: bytes  # of an event
 
     def __init__(
         self,
@@ -115,6 +115,7 @@ class Answer(Generic[R]):
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.continuous_usage_stats
         self._begun: set[int] = set()  # choices that have had an event
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # of a choice: what stands around the text of its events
 
     @property
     def usage(self) -> Usage:
@@ -147,12 +148,25 @@ class Answer(Generic[R]):
             index = i * self._n + completion.index
             if index not in begun:
                 self._note(i, output)
-            elif has_text and not (completion.text or completion.finish_reason or completion.logprobs):
-                continue
+            elif completion.finish_reason is None and not completion.logprobs:
+                if has_text and not completion.text:
+                    continue
+                if not self._continuous_usage:
+                    before, after = self._frames.get(index) or self._frame(index, i, completion)
+                    parts.append(b"%b%b%b" % (before, _encode(completion.text), after))
+                    continue
             choice = self._delta(index, i, completion)
             begun.add(index)
             parts.append(event(self._chunk([choice], self.usage if self._continuous_usage else None)))
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _frame(self, index: int, prompt: int, completion: CompletionOutput) -> tuple[bytes, bytes]:
+        """The event of nothing but a text, cut where the text stands: most events differ in it alone."""
+        empty = event(self._chunk([self._delta(index, prompt, CompletionOutput(completion.index))], None))
+        before, found, after = empty.partition(self.text_field + b'""')
+        assert found  # and not in the model's name, in which JSON writes quotes otherwise
+        self._frames[index] = frame = before + self.text_field, after
+        return frame
 
     def end(self) -> bytes:
         """The events that close a stream."""
@@ -194,6 +208,7 @@ class Answer(Generic[R]):
 
 class CompletionAnswer(Answer[CompletionRequest]):
     prefix = "cmpl"
+    text_field = b'"text":'
 
     def __init__(
         self,
@@ -264,6 +279,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
 class ChatAnswer(Answer[ChatRequest]):
     prefix = "chatcmpl"
+    text_field = b'"content":'
 
     def _response(self, choices: list[Any]) -> ChatResponse:
         return ChatResponse(self.id, "chat.completion", self.created, self.model, choices, self.usage)

@@ -23,7 +23,7 @@ import zmq
 
 from nanoserve.contracts import errors
 from nanoserve.contracts.errors import NanoserveError, RequestError
-from nanoserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanoserve.outputs import CompletionOutput, Deltas, RequestMetrics, RequestOutput
 from nanoserve.server.logs import json_logs
 from nanoserve.server.messages import (
     Abort,
@@ -145,11 +145,13 @@ class EngineLoop:
             if jobs := scorer.take():
                 engine.drain()
                 scores = self._score(jobs)
+            deltas: list[Deltas] = []
             reports, self._aborted = self._aborted, []
             if self._may_tell:
-                reports += engine.report()
-            if reports or scores or self._refusals or not engine.can_step or self._is_stale:
-                self._tell(reports, scores)
+                deltas, more = engine.report_columns()
+                reports += more
+            if deltas or reports or scores or self._refusals or not engine.can_step or self._is_stale:
+                self._tell(deltas, reports, scores)
 
     def close(self) -> None:
         self._compilers.shutdown(wait=False, cancel_futures=True)
@@ -277,18 +279,16 @@ class EngineLoop:
         message = str(error) if isinstance(error, NanoserveError) else f"{type(error).__name__}: {error}"
         self._refusals.append(Refusal(request_id, kind, message))
 
-    def _tell(self, reports: list[RequestOutput], scores: list[Scores]) -> None:
-        engine, blocks = self._engine, self._engine.blocks
-        stats = engine.stats()
-        running = blocks.num_holding
-        unfinished = sum(request.unfinished for request in engine.requests.values())
+    def _tell(self, deltas: list[Deltas], reports: list[RequestOutput], scores: list[Scores]) -> None:
+        engine = self._engine
+        running = engine.blocks.num_holding
         compiling = sum([request.params.n for requests in self._compiling.values() for request in requests])
         refusals, self._refusals = self._refusals, []
-        waiting = max(0, unfinished - running) + compiling
+        waiting = max(0, engine.num_unfinished - running) + compiling
         self._told = now = time.perf_counter()
-        step = Step([report(o) for o in reports], refusals, scores, stats, running, waiting, now)
+        step = Step(deltas, [report(o) for o in reports], refusals, scores, engine.stats(), running, waiting, now)
         self._outbox.send(encode(step))
-        self._unread += bool(reports)
+        self._unread += step.has_reports
 
 
 def report(output: RequestOutput) -> Report:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from nanoserve.contracts.observer import EngineInfo
-from nanoserve.outputs import EngineStats
+from nanoserve.outputs import Deltas, EngineStats
 from nanoserve.sampling_params import SamplingParams
 
 #: Log-probabilities of one token: as in CompletionOutput, the chosen one always in it.
@@ -123,8 +123,13 @@ class Scores(Struct, array_like=True, gc=False):
 
 
 class Step(Struct, array_like=True, tag=True, gc=False):
-    """Everything a step brought. running: sequences that hold KV blocks; waiting: all other unfinished ones."""
+    """Everything that steps brought since the last message.
 
+    deltas: in the order of the steps; a request's reports come after them. running: sequences that hold KV blocks;
+    waiting: all other unfinished ones.
+    """
+
+    deltas: list[Deltas]
     reports: list[Report]
     refusals: list[Refusal]
     scores: list[Scores]
@@ -132,6 +137,11 @@ class Step(Struct, array_like=True, tag=True, gc=False):
     running: int
     waiting: int
     time: float
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether it is one of those whose ``Ack`` the engine waits for."""
+        return bool(self.deltas or self.reports)
 
 
 News = Step | Started | Failed

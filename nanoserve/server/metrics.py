@@ -100,6 +100,17 @@ class ServingMetrics:
             if completion.finish_reason is not None:
                 self._ended(request, request.choices[completion.index], completion.finish_reason, report)
 
+    def tokens(self, choices: list[Choice], now: float) -> None:
+        """A step at ``now`` brought one more token for each of these, which have begun."""
+        gaps: dict[float, int] = {}  # most had their last token from the same step
+        for choice in choices:
+            gap = now - choice.last_time
+            gaps[gap] = gaps.get(gap, 0) + 1
+            choice.num_tokens += 1
+            choice.last_time = now
+        for gap, times in gaps.items():
+            self.histograms["itl"].observe(gap, times)
+
     def _step_of(self, request: RequestInFlight, report: Report, now: float, first: float) -> None:
         """What a step brought of choices that stream. first: the time of the first token of those that begin."""
         for completion in report.completions:

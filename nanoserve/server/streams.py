@@ -1,18 +1,18 @@
 """Where the outputs of requests in flight wait for their readers: one stream for each call, told as it comes.
 
-A reader who is slower than the engine gets several deltas of a request merged into one.
+A reader who is slower than the engine gets several deltas of a request merged into one, as if the steps had been one.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 
 from nanoserve.contracts.errors import NanoserveError
 from nanoserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.server.messages import Completion, Report
+from nanoserve.server.messages import Report
 
 
 class Choice:
@@ -32,6 +32,7 @@ class RequestInFlight:
 
     __slots__ = (
         "id", "where", "prompt", "prompt_token_ids", "params", "inbox", "metrics", "ended", "choices",
+        "num_cached_tokens", "news",
     )  # fmt: skip
 
     def __init__(
@@ -46,13 +47,26 @@ class RequestInFlight:
         self.metrics = RequestMetrics(arrival_time=now)
         self.ended = False  # nothing will come any more
         self.choices = [Choice() for _ in range(params.n)]
+        self.num_cached_tokens = 0
+        self.news: RequestOutput | None = None  # what waits for the reader
 
-    def output(self, report: Report) -> RequestOutput:
+    def take_news(self) -> RequestOutput:
+        news, self.news = self.news, None
+        assert news is not None
+        return news
+
+    def put(self, report: Report) -> None:
+        """Take in what a step brought."""
+        inbox, news = self.inbox, self.news
+        if inbox.closed:
+            return
+        inbox.num_ended += report.finished
         metrics, times = self.metrics, report.times
         metrics.first_scheduled_time = times.first_scheduled
         metrics.first_token_time = times.first_token
         metrics.finished_time = times.finished
         metrics.num_preemptions = times.num_preemptions
+        self.num_cached_tokens = report.num_cached_tokens
         completions = [
             CompletionOutput(
                 c.index,
@@ -66,30 +80,51 @@ class RequestInFlight:
             )
             for c in report.completions
         ]
-        return RequestOutput(
-            self.id, self.prompt, self.prompt_token_ids, completions, report.finished, report.num_cached_tokens, metrics
+        if news is None:
+            self._put_new(completions, report.finished)
+            return
+        by_index = {completion.index: completion for completion in news.outputs}
+        for new in completions:
+            known = by_index.get(new.index)
+            if known is None:
+                news.outputs.append(new)
+            else:
+                _append(known, new)
+        news.finished = report.finished
+
+    def put_token(self, token_id: int, text: str) -> None:
+        """Take in one token of a stream that has begun and goes on (``Deltas``)."""
+        news = self.news
+        if news is not None:
+            completion = news.outputs[0]
+            completion.token_ids.append(token_id)
+            completion.text += text
+        elif not self.inbox.closed:
+            self._put_new([CompletionOutput(0, text, [token_id])], False)
+
+    def _put_new(self, completions: list[CompletionOutput], finished: bool) -> None:
+        self.news = RequestOutput(
+            self.id, self.prompt, self.prompt_token_ids, completions, finished, self.num_cached_tokens, self.metrics
         )
+        self.inbox.add(self)
 
 
 class Inbox:
-    """Where the reports of one call's requests wait for their reader, who may be gone (``closed``)."""
+    """Which of one call's requests have news for their reader, who may be gone (``closed``)."""
 
-    __slots__ = ("requests", "items", "closed", "_num_ended", "_error", "_waiter")
+    __slots__ = ("requests", "ready", "num_ended", "closed", "_error", "_waiter")
 
     def __init__(self) -> None:
         self.requests: list[RequestInFlight] = []
-        self.items: list[tuple[RequestInFlight, Report]] = []
+        self.ready: deque[RequestInFlight] = deque()
+        self.num_ended = 0  # requests whose last news have come
         self.closed = False
-        self._num_ended = 0
         self._error: NanoserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, request: RequestInFlight, report: Report) -> None:
-        if self.closed:
-            return
-        self.items.append((request, report))
-        if report.finished:
-            self._num_ended += 1
+    def add(self, request: RequestInFlight) -> None:
+        """``request`` has news where it had none."""
+        self.ready.append(request)
         self._wake()
 
     def fail(self, error: NanoserveError) -> None:
@@ -100,7 +135,9 @@ class Inbox:
     def close(self) -> None:
         """Nobody reads any more; one who waits hears that there will be nothing."""
         self.closed = True
-        self.items.clear()
+        for request in self.ready:
+            request.news = None
+        self.ready.clear()
         self._wake()
 
     @property
@@ -112,16 +149,16 @@ class Inbox:
             self._waiter.set_result(None)
 
     async def filled(self) -> None:
-        """Return when there are items, or when there will be none any more. Raises what went wrong."""
+        """Return when there are news, or when there will be none any more. Raises what went wrong."""
         if self._error is not None:
             raise self._error
-        if self._num_ended < len(self.requests):
+        if self.num_ended < len(self.requests):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-            if not self.items and self._error is not None:
+            if not self.ready and self._error is not None:
                 raise self._error
 
 
@@ -134,7 +171,6 @@ class Stream(AsyncIterator[RequestOutput]):
     def __init__(self, inbox: Inbox, abort: Callable[[list[str]], None]) -> None:
         self._inbox = inbox
         self._abort: Callable[[list[str]], None] | None = abort
-        self._merged: deque[tuple[RequestInFlight, Report]] = deque()
         self.request_ids = [request.id for request in inbox.requests]
 
     async def __anext__(self) -> RequestOutput:
@@ -143,20 +179,16 @@ class Stream(AsyncIterator[RequestOutput]):
             raise RuntimeError("another task is waiting for this stream; it has one reader at a time")
         if inbox.closed:
             raise StopAsyncIteration
-        if not self._merged:
-            if not inbox.items:
-                try:
-                    await inbox.filled()
-                except BaseException:
-                    self.close()
-                    raise
-            if not inbox.items:
+        if not inbox.ready:
+            try:
+                await inbox.filled()
+            except BaseException:
+                self.close()
+                raise
+            if not inbox.ready:
                 self.close()
                 raise StopAsyncIteration
-            self._merged.extend(inbox.items if len(inbox.items) == 1 else _merge(inbox.items))
-            inbox.items.clear()
-        request, report = self._merged.popleft()
-        return request.output(report)
+        return inbox.ready.popleft().take_news()
 
     def close(self) -> None:
         """Abort what has not ended. Idempotent."""
@@ -174,25 +206,7 @@ class Stream(AsyncIterator[RequestOutput]):
         self.close()
 
 
-def _merge(items: Iterable[tuple[RequestInFlight, Report]]) -> list[tuple[RequestInFlight, Report]]:
-    """One report per request, as if the steps had been one."""
-    merged: dict[str, tuple[RequestInFlight, Report]] = {}
-    for request, report in items:
-        first = merged.setdefault(request.id, (request, report))[1]
-        if first is report:
-            continue
-        by_index = {completion.index: completion for completion in first.completions}
-        for new in report.completions:
-            known = by_index.get(new.index)
-            if known is None:
-                first.completions.append(new)
-            else:
-                _append(known, new)
-        first.finished, first.times = report.finished, report.times
-    return list(merged.values())
-
-
-def _append(known: Completion, new: Completion) -> None:
+def _append(known: CompletionOutput, new: CompletionOutput) -> None:
     known.text += new.text
     known.token_ids += new.token_ids
     if new.logprobs is not None:

@@ -103,7 +103,7 @@ class EngineProcess:
             news = decode_news(message)
             if isinstance(news, Step):
                 self._on_news(self, news)
-                if news.reports:
+                if news.has_reports:
                     self._loop.call_soon(self._acknowledge)  # after the readers who have just been woken
             elif not self.started.done():
                 if isinstance(news, Failed):

@@ -2,8 +2,9 @@
 
     python tests/benchmarks/bench_host.py
 
-A fake model answers at once, so what is left is what the host does between two forwards. Printed, not asserted: the
-target is 8 µs per sequence at 256 running sequences, whatever the context length.
+A fake model answers at once, so what is left is what the host does between two forwards; for streams also what it
+takes to tell the server. Printed, not asserted: the target is 8 µs per sequence at 256 running sequences, whatever the
+context length.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nanoserve.engine.engine import Engine
 from nanoserve.engine.runner import SampledTokens
 from nanoserve.engine.sampler import Sampler
 from nanoserve.registry import Registry
+from nanoserve.server.messages import encode
 
 VOCAB, BLOCK_SIZE = 151_936, 16
 
@@ -54,7 +56,7 @@ class FakeRunner:
     def close(self) -> None: ...
 
 
-def microseconds_per_sequence(scheduler: str, num_seqs: int, context: int, steps: int = 60) -> float:
+def microseconds_per_sequence(scheduler: str, num_seqs: int, context: int, stream: bool, steps: int = 60) -> float:
     """Median over ``steps`` decode steps of ``num_seqs`` running sequences with ``context`` tokens each."""
     max_model_len = context + steps + 64
     blocks = BlockManager(num_seqs * (max_model_len // BLOCK_SIZE + 1), BLOCK_SIZE)
@@ -66,23 +68,25 @@ def microseconds_per_sequence(scheduler: str, num_seqs: int, context: int, steps
     engine = Engine(FakeRunner(blocks, max_model_len), queue, blocks, vocab_size=VOCAB, max_model_len=max_model_len)
     params = SamplingParams(temperature=0.6, seed=1, max_tokens=steps + 32, ignore_eos=True)
     for i in range(num_seqs):
-        engine.add_request(str(i), [i % 1000] * context, params)
+        engine.add_request(str(i), [i % 1000] * context, params, stream=stream)
     while len(queue.running) < num_seqs:
         engine.step()
     times = []
     for _ in range(steps):
         start = time.perf_counter()
-        engine.step()
+        engine.advance()
+        encode(engine.report_columns())
         times.append(time.perf_counter() - start)
     return statistics.median(times) / num_seqs * 1e6
 
 
 def main() -> None:
-    print(f"{'scheduler':14} {'running':>8} {'context':>8} {'µs per sequence and step':>26}")
+    print(f"{'µs per sequence and step':>49}")
+    print(f"{'scheduler':14} {'running':>8} {'context':>8} {'whole':>8} {'streams':>8}")
     for scheduler in ("decode_first", "prefill_first"):
         for num_seqs, context in ((256, 128), (256, 1024), (256, 4096), (32, 1024)):
-            cost = microseconds_per_sequence(scheduler, num_seqs, context)
-            print(f"{scheduler:14} {num_seqs:8} {context:8} {cost:26.2f}")
+            costs = [microseconds_per_sequence(scheduler, num_seqs, context, stream) for stream in (False, True)]
+            print(f"{scheduler:14} {num_seqs:8} {context:8} {costs[0]:8.2f} {costs[1]:8.2f}")
 
 
 if __name__ == "__main__":

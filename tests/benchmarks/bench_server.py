@@ -77,13 +77,16 @@ def requests(num: int, num_tokens: int, prompt_len: int = 32) -> list[tuple[list
     return [(list(range(300, 300 + prompt_len)), num_tokens)] * num
 
 
-def load(host: str, port: int, wanted: list[tuple[list[int], int]]) -> tuple[float, int, int]:
-    """Seconds, output tokens and events of simultaneous streams, one for each request."""
+def load(host: str, port: int, wanted: list[tuple[list[int], int]], **sampling: float) -> tuple[float, int, int]:
+    """Seconds, output tokens and events of simultaneous streams, one for each request.
+
+    sampling: fields of their bodies, beside the server's defaults.
+    """
     messages = []
     for prompt, num_tokens in wanted:
         body = json.dumps({
             "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True}, **sampling,
         }).encode()  # fmt: skip
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         messages.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

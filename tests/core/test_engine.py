@@ -544,6 +544,45 @@ def test_streamed_deltas_add_up_to_the_result(tiny_folder, rng):
         )
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_columns_and_outputs_add_up_to_the_result_however_rarely_one_asks(tiny_folder, rng, overlap):
+    """Tokens of a plain stream that goes on come as columns; what says more, and its beginning and end, as outputs."""
+    params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
+    wanted = {
+        "plain": params,
+        "choices": replace(params, n=2),
+        "logprobs": replace(params, logprobs=1),
+        "stop": replace(params, stop="no such text"),
+    }
+    prompt = random_prompt(rng, 20)
+    with make(tiny_folder[0], overlap=overlap) as llm:
+        whole = {name: llm.generate([prompt], own)[0] for name, own in wanted.items()}
+        engine = llm.engine
+        for name, own in wanted.items():
+            engine.add_request(name, prompt, own, stream=True)
+        got = {(name, i): ([], []) for name, own in wanted.items() for i in range(own.n)}
+        in_columns, ended = 0, set()
+        while engine.has_work:
+            for _ in range(rng.randrange(5)):
+                engine.advance()
+            deltas, outputs = engine.report_columns()
+            for columns in deltas:
+                assert columns.request_ids == ["plain"] and got["plain", 0][0] and "plain" not in ended
+                got["plain", 0][0].extend(columns.token_ids)
+                got["plain", 0][1].extend(columns.texts)
+                in_columns += 1
+            for output in outputs:
+                for completion in output.outputs:
+                    tokens, texts = got[output.request_id, completion.index]
+                    tokens.extend(completion.token_ids)
+                    texts.append(completion.text)
+                if output.finished:
+                    ended.add(output.request_id)
+        assert ended == set(wanted) and in_columns > 10
+        for (name, i), (tokens, texts) in got.items():
+            assert (tokens, "".join(texts)) == (whole[name].outputs[i].token_ids, whole[name].outputs[i].text), name
+
+
 def test_leaving_a_stream_aborts_its_request(tiny_folder):
     with make(tiny_folder[0], num_kv_blocks=8) as llm:
         for delta in llm.stream([1, 2, 3], replace(GREEDY, max_tokens=100)):

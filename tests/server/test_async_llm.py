@@ -61,16 +61,18 @@ def test_deltas_and_the_whole_are_those_of_llm(run: Any, llm: AsyncLLM, expected
     assert whole.metrics.ttft > 0 and whole.prompt == PROMPT and whole.prompt_token_ids == expected.prompt_token_ids
 
 
-def test_what_piles_up_comes_merged(run: Any, llm: AsyncLLM, expected: Any) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_piles_up_comes_merged(run: Any, llm: AsyncLLM, n: int) -> None:
     async def late() -> list[Any]:
-        stream = llm.generate(PROMPT, SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True, n=2))
+        stream = llm.generate(PROMPT, SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True, n=n))
         while llm.stats().requests_finished == before:
             await asyncio.sleep(0.05)
         return await collect(stream)
 
     before = llm.stats().requests_finished
     (output,) = run(late())
-    assert [c.index for c in sorted(output.outputs, key=lambda c: c.index)] == [0, 1]
+    assert [c.index for c in sorted(output.outputs, key=lambda c: c.index)] == list(range(n))
+    assert output.text == llm.tokenizer.decode(output.token_ids, True)
     assert all(len(c.token_ids) == 30 and c.finish_reason == "length" for c in output.outputs)
 
 

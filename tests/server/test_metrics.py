@@ -27,6 +27,18 @@ def report(tokens: dict[int, int], ends: dict[int, str], first: float, finished:
     return Report("r", finished is not None, 0, completions, Times(SCHEDULED, first, finished, 0))
 
 
+def test_tokens_in_columns() -> None:
+    """Begun at 103, then a token at 104, 105 and 107, and the last at 107.5."""
+    metrics, one = ServingMetrics(), request(1)
+    metrics.report(one, report({0: 1}, {}, 103.0), 103.0)
+    for now in (104.0, 105.0, 107.0):
+        metrics.tokens(one.choices, now)
+    metrics.report(one, report({0: 1}, {0: "length"}, 103.0, 107.5), 107.5)
+    assert figures(metrics, "ttft", "itl", "tpot", "e2e", "output") == {
+        "ttft": (1, 3.0), "itl": (4, 4.5), "tpot": (1, 4.5 / 4), "e2e": (1, 7.5), "output": (1, 5),
+    }  # fmt: skip
+
+
 def figures(metrics: ServingMetrics, *keys: str) -> dict[str, Any]:
     """Number of observations and their sum."""
     return {key: (sum(metrics.histograms[key].counts), pytest.approx(metrics.histograms[key].sum)) for key in keys}
