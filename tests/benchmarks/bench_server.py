@@ -77,10 +77,11 @@ def requests(num: int, num_tokens: int, prompt_len: int = 32) -> list[tuple[list
     return [(list(range(300, 300 + prompt_len)), num_tokens)] * num
 
 
-def load(host: str, port: int, wanted: list[tuple[list[int], int]], **sampling: float) -> tuple[float, int, int]:
-    """Seconds, output tokens and events of simultaneous streams, one for each request.
-
-    sampling: fields of their bodies, beside the server's defaults.
+def load(
+    host: str, port: int, wanted: list[tuple[list[int], int]], at_once: int = 1 << 16, **sampling: float
+) -> tuple[float, int, int]:
+    """Seconds, output tokens and events of streams, one for each request, so many ``at_once``: the next one is sent
+    when one ends. sampling: fields of their bodies, beside the server's defaults.
     """
     messages = []
     for prompt, num_tokens in wanted:
@@ -92,12 +93,17 @@ def load(host: str, port: int, wanted: list[tuple[list[int], int]], **sampling: 
         messages.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     selector = selectors.DefaultSelector()
     ends: dict[Any, bytes] = {}
-    start = time.perf_counter()
-    for message in messages:
+
+    def send(message: bytes) -> None:
         connection = socket.create_connection((host, port))
         connection.sendall(message)
         selector.register(connection, selectors.EVENT_READ)
         ends[connection] = b""
+
+    start = time.perf_counter()
+    for message in messages[:at_once]:
+        send(message)
+    later = iter(messages[at_once:])
     events = tokens = 0
     while selector.get_map():
         for key, _ in selector.select():
@@ -111,6 +117,8 @@ def load(host: str, port: int, wanted: list[tuple[list[int], int]], **sampling: 
                 tokens += int(end.partition(b'"completion_tokens":')[2].partition(b",")[0])
                 selector.unregister(connection)
                 connection.close()
+                if (message := next(later, None)) is not None:
+                    send(message)
     return time.perf_counter() - start, tokens, events - len(wanted)
 
 
