@@ -153,11 +153,7 @@ def _compose_and_run(arguments: Sequence[str]) -> None:
     words = _with_search_paths(words, paths)
     if multirun and not any(word.startswith("hydra.sweep.dir=") for word in words):
         words += _somewhere_to_write()
-    with (
-        _refusals_as_choices(registry, of_sweep, folders),
-        _as_hydra_wants_it([*words, *flags]),
-        _composed_once([*words, *flags]),
-    ):
+    with _refusals_as_choices(registry, of_sweep, folders), _as_hydra_wants_it([*words, *flags]):
         try:
             hydra_main(version_base="1.3", config_path=CONFIG_PATHS[0], config_name="config")(job)()
         except MissingConfigException as error:
@@ -375,20 +371,6 @@ def _as_hydra_wants_it(arguments: list[str]) -> Iterator[None]:
         del os.environ["HYDRA_FULL_ERROR"]
         if asked is not None:
             os.environ["HYDRA_FULL_ERROR"] = asked
-
-
-@contextmanager
-def _composed_once(arguments: Sequence[str]) -> Iterator[None]:
-    """Hydra composes everything once more to learn ``hydra.mode``. If nobody can have set it, the flags say as much."""
-    from hydra._internal.hydra import Hydra
-
-    before = Hydra.get_mode
-    if not any(argument.startswith(OWN_FOLDERS) or "hydra.mode" in argument for argument in arguments):
-        Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Hydra.get_mode = before  # type: ignore[method-assign]
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

@@ -44,3 +44,28 @@ class Launcher:
         if isinstance(kernel, CompiledKernel):
             names = self.kernel.arg_names[len(arguments) :]
             self.compiled[tuple(kinds)] = kernel, tuple(named[name] for name in names)
+
+
+MANY = 1 << 12  # more tensors than a KV cache has
+
+
+class Descriptors:
+    """The last ``limit`` TMA descriptors of tensors that stay where they are: making one takes the host a good part of
+    a launch. Holds the tensors, so it must not live longer than they should.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._made: dict[Hashable, Any] = {}
+
+    def get(self, make: Callable[..., Any], x: torch.Tensor, *how: Hashable) -> Any:
+        """``make(x, *how)``, or what it was for a tensor at the same address. One of a copy of ``x`` is not kept."""
+        key = (x.data_ptr(), *how)
+        found = self._made.get(key)
+        if found is None:
+            found = make(x, *how)
+            if found.base is x:
+                if len(self._made) == self.limit:
+                    del self._made[next(iter(self._made))]
+                self._made[key] = found
+        return found

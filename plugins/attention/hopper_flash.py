@@ -14,7 +14,7 @@ rows, whose weight is 0: they must be finite.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
-from nanoserve_plugins._launch import Launcher
+from nanoserve_plugins._launch import MANY, Descriptors, Launcher
 from nanoserve_plugins.attention._kernels import qk_scale
 from nanoserve_plugins.attention._prefill import (
     deal,
@@ -431,10 +431,12 @@ class Group:
 
 @dataclass(slots=True)
 class HopperPlan:
-    """dense: K and V are the step's own, as a quantised cache holds them."""
+    """dense: K and V are the step's own, as a quantised cache holds them. descriptors: of the step's tensors, which
+    layers share in CUDA graphs."""
 
     groups: list[Group]
     dense: bool
+    descriptors: Descriptors = field(default_factory=lambda: Descriptors(3))
 
 
 class HopperFlashBackend(AttentionBackend):
@@ -453,6 +455,7 @@ class HopperFlashBackend(AttentionBackend):
         self.few_tokens = TritonFlashBackend(context, TritonFlashConfig(), capability)
         self.num_programs = num_multiprocessors(context.device)
         self.flash, self.unpack = Launcher(flash_kernel), Launcher(unpack_kernel)
+        self.descriptors = Descriptors(MANY)
         self.scratch_tokens = max(options.scratch_tokens, context.max_model_len)
         self.scratch = self._new_scratch() if context.kv.name == "int8" else None
 
@@ -510,19 +513,19 @@ class HopperFlashBackend(AttentionBackend):
         if isinstance(plan, FlashPlan):
             self.few_tokens.prefill(q, k, v, layer, meta, out)
             return
-        queries = head_descriptor(q, ROWS.value)
+        queries = plan.descriptors.get(head_descriptor, q, ROWS.value)
         for group in plan.groups:
             if plan.dense:
                 page, head_rows, box = 0, 0, BLOCK_N
-                keys, values = head_descriptor(k, box), head_descriptor(v, box)
+                keys, values = (plan.descriptors.get(head_descriptor, x, box) for x in (k, v))
             elif group.unpack is not None and self.scratch is not None:
                 self._unpack(layer, meta, group.unpack, self.scratch)
                 page, head_rows, box = 0, self.scratch_tokens, BLOCK_N
-                keys, values = row_descriptor(self.scratch[0], box), row_descriptor(self.scratch[1], box)
+                keys, values = (self.descriptors.get(row_descriptor, x, box) for x in self.scratch)
             else:
                 page, head_rows = context.block_size, 0
                 box = min(BLOCK_N, page & -page)
-                keys, values = row_descriptor(layer.k, box), row_descriptor(layer.v, box)
+                keys, values = (self.descriptors.get(row_descriptor, x, box) for x in (layer.k, layer.v))
             rounds = group.records.shape[1]
             self.flash(
                 group.records.shape[0],

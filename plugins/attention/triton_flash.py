@@ -8,7 +8,7 @@ has a prefix, from the step's own k and v, which a format guarantees to be what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from nanoserve.contracts.attention import AttentionBackend, AttentionContext, At
 from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
-from nanoserve_plugins._launch import Launcher
+from nanoserve_plugins._launch import MANY, Descriptors, Launcher
 from nanoserve_plugins.attention._kernels import qk_scale
 from nanoserve_plugins.attention._prefill import (
     compute_capability,
@@ -180,6 +180,7 @@ class FlashPlan:
     records: torch.Tensor
     dense: bool
     use_tma: bool
+    descriptors: Descriptors = field(default_factory=lambda: Descriptors(3))
 
 
 def choose_tile(context: AttentionContext, meta: PrefillMetadata, capability: tuple[int, int]) -> Tile:
@@ -209,7 +210,7 @@ class TritonFlashBackend(AttentionBackend):
         self.group = context.num_q_heads // context.num_kv_heads
         self.capability = capability or compute_capability(context.device)
         self.section = section_tokens(context)
-        self.flash = Launcher(flash_kernel)
+        self.flash, self.descriptors = Launcher(flash_kernel), Descriptors(MANY)
         power_of_two = context.head_dim & (context.head_dim - 1) == 0
         self.use_tma = options.use_tma and self.capability >= (9, 0) and power_of_two
 
@@ -243,8 +244,10 @@ class TritonFlashBackend(AttentionBackend):
             use_tma = plan.use_tma and page % tile.block_n == 0
         dense_strides = (*k.stride()[:2], *v.stride()[:2]) if plan.dense else (0, 0, 0, 0)
         strides = (*q.stride()[:2], *dense_strides)
-        k_tiles = tile_descriptor(k, page, tile.block_n) if use_tma else None
-        v_tiles = tile_descriptor(v, page, tile.block_n) if use_tma else None
+        k_tiles = v_tiles = None
+        if use_tma:
+            descriptors = plan.descriptors if plan.dense else self.descriptors
+            k_tiles, v_tiles = (descriptors.get(tile_descriptor, x, page, tile.block_n) for x in (k, v))
         self.flash(
             plan.records.shape[0] * context.num_kv_heads,
             (q, k, v, k_tiles, v_tiles, k_scale, v_scale, out, plan.records, meta.block_table, qk_scale(context)),

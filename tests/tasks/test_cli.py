@@ -11,10 +11,8 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -488,16 +486,6 @@ def test_chat(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[2] == [("system", "be brief, {x}"), ("user", "bye")]
     assert "more than 40 tokens; /reset" in run.err
     assert cli.llms[-1].job.sampling.max_tokens == 1024
-
-
-def test_a_configuration_is_composed_once(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice only where a folder of the user's own might say that it is a sweep: the start should not wait."""
-    compose = mock.Mock(side_effect=Hydra.compose_config)
-    monkeypatch.setattr(Hydra, "compose_config", lambda self, **options: compose(self, **options))
-    assert cli("prompt=ab").code == 0
-    assert compose.call_count == 1
-    assert cli("prompt=ab", f"--config-dir={tmp_path}").code == 0
-    assert compose.call_count == 3
 
 
 def test_ctrl_c_stops_a_reply_between_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
