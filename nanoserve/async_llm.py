@@ -18,6 +18,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from nanoserve.server.messages import Abort, Add, NewRequest, Refusal, Score, St
 from nanoserve.server.metrics import ServingMetrics
 from nanoserve.server.streams import Inbox, RequestInFlight, Stream
 from nanoserve.server.supervisor import EngineDeadError, EngineProcess
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.tokenizer import Tokenizer, has_tokenizer
 
 __all__ = ["AsyncLLM", "EngineDeadError", "Prompt", "Stream"]
 
@@ -96,7 +97,7 @@ class AsyncLLM:
 
     async def _start_engine(self) -> None:
         self.state = "starting"
-        imports = [asyncio.create_task(asyncio.to_thread(_import_tokenizers))] if self.config.has_checkpoint else []
+        imports = [asyncio.create_task(asyncio.to_thread(_import_tokenizers))] if self._may_have_tokenizer else []
         self._engine = engine = EngineProcess(self.config, self._log_level, self._on_news, self._on_exit)
         try:
             started = await engine.started
@@ -115,6 +116,11 @@ class AsyncLLM:
         self._started = started
         if engine.alive:
             self.state = "ready"
+
+    @property
+    def _may_have_tokenizer(self) -> bool:
+        path = Path(self.config.model.path or "")
+        return self.config.has_checkpoint and (not path.is_dir() or has_tokenizer(path))
 
     async def close(self, reason: str = "the AsyncLLM is closed") -> None:
         """End the engine process and give everything back; unfinished requests fail with ``reason``. Idempotent."""

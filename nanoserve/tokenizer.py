@@ -9,7 +9,12 @@ from typing import Any
 
 from nanoserve.contracts.errors import ModelLoadError, RequestError
 
+FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 ROLES = ("system", "user", "assistant", "tool")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in FILES)
 
 
 class Tokenizer:

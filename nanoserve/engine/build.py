@@ -30,7 +30,7 @@ from nanoserve.models.config import ModelConfig, eos_token_ids
 from nanoserve.models.loader import load_model, resolve_dtype, resolve_model
 from nanoserve.models.parallel import ParallelContext
 from nanoserve.registry import Registry
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.tokenizer import Tokenizer, has_tokenizer
 
 if TYPE_CHECKING:
     from nanoserve.contracts.kvcache import KVCacheSpec
@@ -237,7 +237,3 @@ def resolve_max_model_len(options: EngineOptions, config: ModelConfig) -> int:
             "lower it, or extend the model with YaRN in its config.json"
         )
     return options.max_model_len
-
-
-def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))

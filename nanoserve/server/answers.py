@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import re
 import time
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -42,7 +44,14 @@ from nanoserve.tokenizer import Tokenizer
 R = TypeVar("R", bound=GenerationRequest)
 
 DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
+#: What Python's ``str.splitlines``, and with it httpx, takes for the end of a line; a server-sent event does not.
+LINE_ENDS = re.compile(rb"\xe2\x80[\xa8\xa9]|\xc2\x85")
+_encoder = msgspec.json.Encoder()
+
+
+def _encode(data: Any) -> bytes:
+    """JSON on one line, whoever reads it."""
+    return LINE_ENDS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), _encoder.encode(data))
 
 
 def event(data: Struct) -> bytes:
@@ -105,6 +114,7 @@ class Answer(Generic[R]):
         self.completion_tokens = 0
         self.finish_reasons: list[str] = []
         self.ttft: float | None = None
+        self.failure: ApiError | None = None  # of a stream
         self._request = request
         self._n = params.n
         self._tokens = tokens
@@ -130,13 +140,15 @@ class Answer(Generic[R]):
             i = self._prompt_of[output.request_id]
             self._note(i, output)
             for completion in output.outputs:
-                self._count(completion)
+                if (failure := self._count(completion)) is not None:
+                    raise failure
                 choices.append(self._choice(i * self._n + completion.index, i, completion))
         choices.sort(key=lambda choice: choice.index)
         return self._response(choices)
 
     def events(self, output: RequestOutput) -> bytes:
-        """The events that say what ``output`` brought; nothing if there is nothing to say yet.
+        """The events that say what ``output`` brought; nothing if there is nothing to say yet. ``failure`` is what went
+        wrong after that.
 
         Without a tokenizer there is never a text, and an event says that there are tokens.
         """
@@ -144,7 +156,11 @@ class Answer(Generic[R]):
         begun, has_text = self._begun, self._tokens.has_text
         parts = []
         for completion in output.outputs:
-            self._count(completion)
+            if (failure := self._count(completion)) is not None:
+                self.failure = failure
+                if not completion.token_ids:
+                    continue
+                completion = replace(completion, finish_reason=None, stop_reason=None)
             index = i * self._n + completion.index
             if index not in begun:
                 self._note(i, output)
@@ -177,21 +193,23 @@ class Answer(Generic[R]):
         if self.ttft is None:
             self.ttft = output.metrics.ttft
 
-    def _count(self, completion: CompletionOutput) -> None:
+    def _count(self, completion: CompletionOutput) -> ApiError | None:
+        """What went wrong, if it ended with that."""
         self.completion_tokens += len(completion.token_ids)
         reason = completion.finish_reason
         if reason is None:
-            return
+            return None
         self.finish_reasons.append(reason)
         if reason == "error":
             field, _, why = (completion.error or "generation failed").partition(": ")
             if not field.startswith("structured."):
-                raise ApiError(500, completion.error or field, code="generation_failed")
+                return ApiError(500, completion.error or field, code="generation_failed")
             if why.startswith(structured.BUG):
-                raise ApiError(500, why, code="generation_failed")
-            raise bad_request(RequestError(f"{field}: {why}"))  # the form turned out to be too much on the way
+                return ApiError(500, why, code="generation_failed")
+            return bad_request(RequestError(f"{field}: {why}"))  # the form turned out to be too much on the way
         if reason == "abort":
-            raise ApiError(503, "the request was aborted by the server", code="aborted")
+            return ApiError(503, "the request was aborted by the server", code="aborted")
+        return None
 
     def _response(self, choices: list[Any]) -> Struct:
         raise NotImplementedError

@@ -142,6 +142,8 @@ class EventStream(Response):
                 while True:
                     if events := answer.events(output):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
+                    if answer.failure is not None:
+                        raise answer.failure
                     output = await stream.__anext__()
         except StopAsyncIteration:
             return answer.end()

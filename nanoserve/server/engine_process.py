@@ -75,7 +75,8 @@ def _run(config: EngineConfig, commands: str, news: str) -> None:
         socket.set_hwm(0)
         socket.connect(address)
     try:
-        from nanoserve.engine.build import build_engine, checkpoint_folder, has_tokenizer
+        from nanoserve.engine.build import build_engine, checkpoint_folder
+        from nanoserve.tokenizer import has_tokenizer
 
         engine = build_engine(config)
         folder = checkpoint_folder(config)

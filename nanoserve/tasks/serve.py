@@ -44,11 +44,16 @@ class Options:
             "request_timeout": (self.request_timeout > 0, "above 0"),
             "drain_timeout": (self.drain_timeout >= 0, "at least 0"),
             "max_body_mib": (self.max_body_mib > 0, "above 0"),
-            "served_model_name": (self.served_model_name != "", "a name, or null"),
+            "served_model_name": (self.served_model_name is None or _is_text(self.served_model_name), "text, or null"),
         }
         for key, (legal, rule) in rules.items():
             if not legal:
                 raise ConfigError(f"{key} must be {rule}, not {getattr(self, key)!r}")
+
+
+def _is_text(name: str) -> bool:
+    """Whether JSON can say it: bytes of a command line that are not UTF-8 become lone surrogates."""
+    return bool(name) and name.isprintable()
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -104,6 +109,7 @@ async def serve(job: Job, sock: socket.socket) -> dict[str, Any]:
     level = logging.getLevelName(options.log_level.upper())
     llm = AsyncLLM.from_config(job.config, restart=options.restart, log_level=level)
     name = options.served_model_name or job.config.model.name or str(job.config.model.path)
+    name = name.encode(errors="replace").decode()  # a path may be no text
     serving = Serving(llm, name, job.sampling, options.max_queue, options.log_prompts)
     app = build_app(
         serving,
