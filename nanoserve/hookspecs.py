@@ -9,7 +9,7 @@ A name belongs to whoever has it first: what ships with nanoserve, then distribu
 others get a warning, or in strict mode (``NANOSERVE_STRICT_PLUGINS=1``) an error.
 
 The module of an entry point states the version of the contracts that it was written for, as a plain number:
-``NANOSERVE_CONTRACT = 1``. One written for another version is refused with a sentence before it is imported.
+``NANOSERVE_CONTRACT = 2``. One written for another version is refused with a sentence before it is imported.
 
 Hooks run at start-up only; nothing calls one inside the step loop.
 """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
-from nanoserve.contracts.errors import CapacityError, NanoserveError, RequestError
+from nanoserve.contracts.errors import CapacityError, NanoserveError, PluginError, RequestError
 from nanoserve.contracts.grammar import Matcher
 from nanoserve.contracts.observer import EngineInfo, Observer
 from nanoserve.contracts.scheduling import Schedule, Scheduler, Status
@@ -170,7 +171,8 @@ class Engine:
         stream: bool = False,
         priority: int = 0,
     ) -> None:
-        """Queue a request. Raises RequestError (also for an id that is in use) and then nothing has changed.
+        """Queue a request. Raises RequestError (also for an id that is in use), or PluginError for a scheduler's bug;
+        then nothing has changed.
 
         stream: ``step`` reports the deltas of every step instead of the whole result at the end.
         """
@@ -208,11 +210,19 @@ class Engine:
             text = None if self.tokenizer is None else OutputText(self.tokenizer, params)
             seq.state = _Output(request, index, text, incremental, limit)
             request.sequences.append(seq)
+        first = request.sequences[0]
+        try:
+            self.scheduler.add(first)
+        except FAULTS as error:
+            with contextlib.suppress(ValueError):
+                self.scheduler.waiting.remove(first)
+            if isinstance(error, NanoserveError):
+                raise
+            raise PluginError(self._blamed(error)) from error
         request.unfinished = params.n
         self.num_unfinished += params.n
         self.requests[request_id] = request
         self._num_history += params.n if params.needs_history else 0
-        self.scheduler.add(request.sequences[0])
         request.held = request.sequences[1:]
         self._prompt_tokens += len(prompt_token_ids)
         for observer in self.observers:
@@ -229,13 +239,18 @@ class Engine:
         if request is None:
             return False
         held, request.held = request.held, []
+        fault = None
         for seq in request.sequences:
             if seq.status != Status.FINISHED:
-                if seq in held:
-                    seq.status = Status.FINISHED
-                else:
-                    self.scheduler.abort(seq)
+                try:
+                    if seq not in held:
+                        self.scheduler.abort(seq)
+                except FAULTS as error:
+                    fault = error
+                self._let_go(seq)
                 self._finish(seq, "abort")
+        if fault is not None:
+            self._scheduler_failed(fault)
         return True
 
     @property
@@ -327,11 +342,11 @@ class Engine:
             self._commit_in_flight()
         schedule = self._schedule()
         launched = self._launch(schedule) if schedule else None
-        if self._in_flight is not None:
-            self._commit_in_flight()
+        before, self._in_flight = self._in_flight, launched
+        if before is not None:
+            self._commit(before)
         elif not schedule and self.scheduler.has_unfinished:
             self._scheduler_failed("scheduled nothing although nothing is in flight")
-        self._in_flight = launched
         if launched is not None and not overlap:
             self._commit_in_flight()
         if self.debug:
@@ -343,8 +358,7 @@ class Engine:
         try:
             schedule = self.scheduler.schedule()
         except FAULTS as error:
-            log.exception("the scheduler failed")
-            return self._scheduler_failed(f"raised {type(error).__name__}: {error}")
+            return self._scheduler_failed(error)
         fault = broken_rule(schedule)
         return schedule if fault is None else self._scheduler_failed(fault)
 
@@ -365,10 +379,12 @@ class Engine:
             return None
 
     def _commit_in_flight(self) -> None:
-        """Bring the values of the oldest step home: append, check stop conditions, tell the scheduler."""
         step, self._in_flight = self._in_flight, None
-        if step is None:
-            return
+        if step is not None:
+            self._commit(step)
+
+    def _commit(self, step: InFlight) -> None:
+        """Bring the values of the oldest step home: append, check stop conditions, tell the scheduler."""
         try:
             tokens = step.wait()
         except FAULTS as error:
@@ -418,7 +434,7 @@ class Engine:
         self._generation_tokens += num_plain
         if streamed:
             self._columns.append((time.perf_counter(), streamed, new_tokens, new_texts))
-        self.scheduler.commit(finished)
+        self._commit_to_scheduler(finished)
         for seq in spoilt:  # its KV is not to be found by others
             self.blocks.discard(seq)
 
@@ -471,9 +487,14 @@ class Engine:
 
     def _first_token(self, request: _Request) -> None:
         request.metrics.first_token_time = now = time.perf_counter()
-        for seq in request.held:
-            self.scheduler.add(seq)
-        request.held = []
+        held, request.held = request.held, []
+        for seq in held:
+            try:
+                self.scheduler.add(seq)
+            except FAULTS as error:
+                log.exception("the scheduler failed")
+                self._let_go(seq)
+                self._finish(seq, "error", error=self._blamed(error))
         for observer in self.observers:
             self._notify(observer, "first_token", request.id, now)
 
@@ -503,7 +524,7 @@ class Engine:
             for sibling in held:
                 sibling.status = Status.FINISHED
                 self._finish(sibling, reason, stop_reason, error)
-        if not request.unfinished:
+        elif not request.unfinished:
             self._end(request, reason)
         return True
 
@@ -525,7 +546,7 @@ class Engine:
         alive = [seq for seq in sequences if seq.status != Status.FINISHED]
         for seq in alive:
             self._finish(seq, "error", error=failure(error))
-        self.scheduler.commit(alive)
+        self._commit_to_scheduler(alive)
         for seq in sequences:
             self.blocks.discard(seq)
 
@@ -536,17 +557,33 @@ class Engine:
         else:
             self.blocks.commit(seq, [])
 
-    def _scheduler_failed(self, fault: str) -> Schedule:
-        """A scheduler's bug must become neither a hang nor a leak: end what it holds. Returns an empty schedule."""
+    def _commit_to_scheduler(self, finished: list[Sequence]) -> None:
+        try:
+            self.scheduler.commit(finished)
+        except FAULTS as error:
+            for seq in finished:
+                self._let_go(seq)
+            self._scheduler_failed(error)
+
+    def _let_go(self, seq: Sequence) -> None:
+        """What the scheduler does to a sequence that ends, if it has not been done."""
+        seq.status = Status.FINISHED
+        self.blocks.release(seq)
+
+    def _blamed(self, fault: str | BaseException) -> str:
         name = self.info.scheduler if self.info is not None else type(self.scheduler).__name__
-        message = f"scheduler {name!r} {fault}"
-        log.error(message)
+        what = fault if isinstance(fault, str) else f"raised {type(fault).__name__}: {fault}"
+        return f"scheduler {name!r} {what}"
+
+    def _scheduler_failed(self, fault: str | BaseException) -> Schedule:
+        """A scheduler's bug must become neither a hang nor a leak: end what it holds. Returns an empty schedule."""
+        message = self._blamed(fault)
+        log.error(message, exc_info=None if isinstance(fault, str) else fault)
         launched = [] if self._in_flight is None else [*self._in_flight.sampled, *self._in_flight.chunks]
         for request in list(self.requests.values()):
             for seq in request.sequences:
                 if seq.status != Status.FINISHED:
-                    seq.status = Status.FINISHED
-                    self.blocks.release(seq)
+                    self._let_go(seq)
                     self._finish(seq, "error", error=message)
                     for _ in range(seq.in_flight - launched.count(seq)):  # granted, but never launched
                         self.blocks.discard(seq)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanoserve import LLM, CapacityError, ConfigError, RequestError, SamplingParams
+from nanoserve.contracts.errors import PluginError
 from nanoserve.contracts.scheduling import Schedule
 from nanoserve.server.messages import Score
 from nanoserve.server.scoring import Scorer
@@ -683,6 +684,69 @@ def test_a_scheduler_that_breaks_a_rule_is_named_and_costs_no_block(tiny_folder,
         assert llm.stats().num_free_blocks == 20
         good = random_prompt(rng, 20)
         assert is_greedy(oracle, good, llm.generate([good], GREEDY)[0].token_ids)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("method", ["commit", "abort", "add"])
+def test_a_scheduler_that_raises_elsewhere_is_named_and_costs_no_block(tiny_folder, rng, overlap, n, method):
+    """Once, and in everything that it is told; with siblings that are added when the first token has come."""
+    folder, oracle = tiny_folder
+    prompts = [random_prompt(rng, 20) for _ in range(3)]
+    params = SamplingParams(n=n, max_tokens=8, ignore_eos=True, seed=1)
+    with make(folder, num_kv_blocks=40, overlap=overlap) as llm:
+        engine, scheduler = llm.engine, llm.engine.scheduler
+        original, calls = getattr(scheduler, method), iter(range(10**6))
+
+        def broken(*args):
+            if next(calls) == {"commit": 2, "abort": 0, "add": 2}[method]:
+                raise KeyError("boom")
+            original(*args)
+
+        setattr(scheduler, method, broken)
+        outputs, refused = [], 0
+        for i, prompt in enumerate(prompts):
+            try:
+                engine.add_request(str(i), prompt, params)
+            except PluginError as error:
+                assert "raised KeyError: 'boom'" in str(error)
+                refused += 1
+        for step in range(100):
+            if step == 2 and method == "abort":
+                engine.abort("1")
+            outputs += engine.step()
+            if not engine.has_work:
+                break
+        assert len(outputs) + refused == 3 and not engine.requests and engine.num_unfinished == 0
+        reasons = {c.finish_reason for output in outputs for c in output.outputs}
+        assert reasons <= {"length", "error", "abort"}
+        if not refused:
+            assert "error" in reasons
+        errors = [c.error for output in outputs for c in output.outputs if c.finish_reason == "error"]
+        assert all("scheduler 'decode_first' raised KeyError: 'boom'" in error for error in errors)
+        assert llm.stats().num_free_blocks == 40
+        good = random_prompt(rng, 20)
+        assert is_greedy(oracle, good, llm.generate([good], GREEDY)[0].token_ids)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("n", [2, 3])
+def test_siblings_end_with_a_first_one_that_has_no_token(tiny_folder, rng, overlap, n):
+    """One with nothing to choose from, and one whose first step fails: once each, and neighbours go on."""
+    folder, oracle = tiny_folder
+    prompt = random_prompt(rng, 20)
+    impossible = SamplingParams(n=n, max_tokens=4, min_tokens=1, stop_token_ids=list(range(512)), ignore_eos=True)
+    with make(folder, num_kv_blocks=20, overlap=overlap) as llm:
+        bad, good = llm.generate([random_prompt(rng, 20), prompt], [impossible, GREEDY])
+        assert [c.finish_reason for c in bad.outputs] == ["error"] * n
+        assert is_greedy(oracle, prompt, good.token_ids)
+        launch = llm.engine.runner.launch
+        llm.engine.runner.launch = lambda schedule: 1 / 0
+        (bad,) = llm.generate([prompt], replace(GREEDY, n=n, temperature=1))
+        assert [c.finish_reason for c in bad.outputs] == ["error"] * n
+        llm.engine.runner.launch = launch
+        assert llm.stats().num_free_blocks == 20 and not llm.engine.requests
+        assert is_greedy(oracle, prompt, llm.generate([prompt], GREEDY)[0].token_ids)
 
 
 @pytest.mark.parametrize("params", [{"n": 2}, [{"n": 2}], "greedy", 3])

@@ -15,7 +15,7 @@ from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape, KVCacheSpec, LayerCache
 from nanoserve.hookspecs import hookimpl
 
-NANOSERVE_CONTRACT = 1
+NANOSERVE_CONTRACT = 2
 
 LARGEST = 448.0  # of e4m3
 #: The smallest normal fp16. Smaller scales would be imprecise, and with this one e4m3 reaches down to 1.2e-7.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from nanoserve.contracts.scheduling import Blocks, Schedule, Scheduler, SchedulerLimits, SchedulerSpec, Sequence, Status
 from nanoserve.hookspecs import hookimpl
 
-NANOSERVE_CONTRACT = 1
+NANOSERVE_CONTRACT = 2
 
 AGED, IN_TIME, LATE = range(3)
 

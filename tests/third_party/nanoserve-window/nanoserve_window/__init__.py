@@ -28,7 +28,7 @@ from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
 
-NANOSERVE_CONTRACT = 1
+NANOSERVE_CONTRACT = 2
 
 
 @dataclass(frozen=True)
