@@ -15,11 +15,12 @@ from nanoserve.contracts.scheduling import Schedule, Scheduler, Status
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.detokenizer import OutputText
 from nanoserve.engine.guard import FAULTS, Watchdog, broken_rule, failure
+from nanoserve.engine.news import News, Output, Request
 from nanoserve.engine.runner import InFlight, Runner
 from nanoserve.engine.sampler import child_seed
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.structured import Grammars
-from nanoserve.outputs import CompletionOutput, Deltas, EngineStats, FinishReason, RequestMetrics, RequestOutput
+from nanoserve.outputs import Deltas, EngineStats, FinishReason, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.tokenizer import Tokenizer
 
@@ -28,55 +29,6 @@ log = logging.getLogger("nanoserve")
 NO_TOKEN = (
     "no token can be chosen: the logits are not finite, or logit_bias, min_tokens or the grammar excludes every token"
 )
-
-
-class _Request:
-    """A request in the engine: its ``n`` sequences and what has been said of them."""
-
-    __slots__ = ("id", "prompt", "prompt_token_ids", "params", "stream", "sequences", "held", "metrics", "unfinished")
-
-    def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, stream: bool
-    ) -> None:
-        self.id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.params = params
-        self.stream = stream
-        self.sequences: list[Sequence] = []
-        self.held: list[Sequence] = []  # siblings that wait until the first has put the prompt into the prefix cache
-        self.metrics = RequestMetrics(arrival_time=time.perf_counter())
-        self.unfinished = 0
-
-
-class _Output:
-    """The output side of one sequence. ``text`` is None when no tokenizer is loaded."""
-
-    __slots__ = (
-        "request", "completion", "text", "incremental", "delta", "num_reported", "end_reported", "is_plain", "goes_on",
-        "last_index",
-    )  # fmt: skip
-
-    def __init__(
-        self, request: _Request, index: int, text: OutputText | None, incremental: bool, max_num_tokens: int
-    ) -> None:
-        self.request = request
-        self.completion = CompletionOutput(index)
-        self.text = text
-        self.incremental = incremental  # detokenise every token: somebody streams, or a stop string must be seen
-        self.delta: list[str] = []
-        self.num_reported = 0  # output tokens already streamed
-        self.end_reported = False
-        params = request.params
-        # Nothing is said of its tokens but ids and text, and nothing but an id or the limit ends it.
-        self.is_plain = (
-            params.logprobs is None
-            and params.structured is None
-            and not params.stop_strings
-            and not (request.stream and params.n > 1)
-        )
-        self.goes_on = False  # it is plain, has begun, and has nothing to report but the tokens that come now
-        self.last_index = max_num_tokens - 1  # in Sequence.token_ids, of the token that ends it
 
 
 class Engine:
@@ -119,13 +71,12 @@ class Engine:
         self.overlap = overlap
         self.debug = debug
         self.watchdog = Watchdog(str(info and f"attention {info.attention}, kv {info.kv}, scheduler {info.scheduler}"))
-        self.requests: dict[str, _Request] = {}
+        self.requests: dict[str, Request] = {}
         self._seed = seed
         self._num_unseeded = 0
         self._num_history = 0  # unfinished sequences whose sampling needs the values of the tokens before it
         self._in_flight: InFlight | None = None
-        self._columns: list[tuple[float, list[_Request], list[int], list[str]]] = []  # as Deltas, to be reported first
-        self._dirty: dict[str, _Request] = {}  # requests with something else to report, in order
+        self._news = News()
         self.num_unfinished = 0  # sequences, those that wait included
         self._steps = self._prompt_tokens = self._generation_tokens = self._finished = self._aborted = 0
         self._closed = False
@@ -181,7 +132,7 @@ class Engine:
         if request_id in self.requests:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
         self.check(prompt_token_ids, params)
-        request = _Request(request_id, prompt, list(prompt_token_ids), params, stream)
+        request = Request(request_id, prompt, list(prompt_token_ids), params, stream)
         base_seed = params.seed
         if base_seed is None:
             base_seed = child_seed(self._seed, self._num_unseeded)
@@ -208,7 +159,7 @@ class Engine:
                 arrival_time=request.metrics.arrival_time,
             )
             text = None if self.tokenizer is None else OutputText(self.tokenizer, params)
-            seq.state = _Output(request, index, text, incremental, limit)
+            seq.state = Output(request, index, text, incremental, limit)
             request.sequences.append(seq)
         first = request.sequences[0]
         try:
@@ -265,7 +216,7 @@ class Engine:
 
     @property
     def has_reports(self) -> bool:
-        return bool(self._columns or self._dirty)
+        return bool(self._news)
 
     def check_priority(self, priority: int) -> None:
         """Raise RequestError for a priority that the scheduler would ignore.
@@ -294,47 +245,11 @@ class Engine:
 
     def report(self) -> list[RequestOutput]:
         """What there is to say since the last call: deltas of streaming requests, results of ended ones."""
-        columns, self._columns = self._columns, []
-        deltas = [
-            self._output(request, [CompletionOutput(0, text, [token])])
-            for _, requests, tokens, texts in columns
-            for request, token, text in zip(requests, tokens, texts or [""] * len(tokens), strict=True)
-        ]
-        return deltas + self._report_dirty()
+        return self._news.take()
 
     def report_columns(self) -> tuple[list[Deltas], list[RequestOutput]]:
         """As ``report``, cheaper: most deltas as columns, which come before the others of their requests."""
-        columns, self._columns = self._columns, []
-        deltas = [
-            Deltas(time, [request.id for request in requests], tokens, texts)
-            for time, requests, tokens, texts in columns
-        ]
-        return deltas, self._report_dirty()
-
-    def _report_dirty(self) -> list[RequestOutput]:
-        dirty, self._dirty = self._dirty, {}
-        reports = []
-        for request in dirty.values():
-            if request.stream:
-                outputs = [delta for seq in request.sequences if (delta := self._delta(seq)) is not None]
-            elif not request.unfinished:
-                outputs = [seq.state.completion for seq in request.sequences]  # type: ignore[attr-defined]
-            else:
-                continue
-            reports.append(self._output(request, outputs, finished=not request.unfinished))
-        return reports
-
-    @staticmethod
-    def _output(request: _Request, outputs: list[CompletionOutput], finished: bool = False) -> RequestOutput:
-        return RequestOutput(
-            request_id=request.id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=outputs,
-            finished=finished,
-            num_cached_tokens=max(request.sequences[0].num_cached_tokens, 0),
-            metrics=request.metrics,
-        )
+        return self._news.take_columns()
 
     def _step(self) -> None:
         overlap = self.overlap and not self._num_history
@@ -394,12 +309,12 @@ class Engine:
         commit = self.blocks.commit
         finished: list[Sequence] = []
         spoilt: list[Sequence] = []
-        streamed: list[_Request] = []
+        streamed: list[Request] = []
         new_tokens: list[int] = []
         new_texts: list[str] = []
         num_plain = 0
         for i, seq, token in zip(range(len(step.sampled)), step.sampled, tokens.token_ids, strict=True):
-            output: _Output = seq.state  # type: ignore[assignment]
+            output: Output = seq.state  # type: ignore[assignment]
             if output.goes_on and token >= 0 and token not in seq.stop_ids and len(seq.token_ids) < output.last_index:
                 commit(seq, [token])
                 num_plain += 1
@@ -433,14 +348,14 @@ class Engine:
                 commit(seq, [])
         self._generation_tokens += num_plain
         if streamed:
-            self._columns.append((time.perf_counter(), streamed, new_tokens, new_texts))
+            self._news.add_step(streamed, new_tokens, new_texts)
         self._commit_to_scheduler(finished)
         for seq in spoilt:  # its KV is not to be found by others
             self.blocks.discard(seq)
 
     def _accept(self, seq: Sequence, token: int) -> bool:
         """Take in one new token of ``seq``; True when the sequence ends with it."""
-        output: _Output = seq.state  # type: ignore[assignment]
+        output: Output = seq.state  # type: ignore[assignment]
         request = output.request
         if token < 0:
             self.blocks.spoil(seq)
@@ -467,7 +382,7 @@ class Engine:
             if output.text.stopped_by is not None:  # type: ignore[union-attr]
                 return self._finish(seq, "stop", stop_reason=output.text.stopped_by)  # type: ignore[union-attr]
         if request.stream:
-            self._dirty[request.id] = request
+            self._news.add(request)
         else:
             output.goes_on = output.is_plain
         if seq.matcher is not None and seq.matcher.is_terminated:
@@ -485,7 +400,7 @@ class Engine:
             self._finish(seq, "error", error=f"detokenisation failed: {error}")
             return None
 
-    def _first_token(self, request: _Request) -> None:
+    def _first_token(self, request: Request) -> None:
         request.metrics.first_token_time = now = time.perf_counter()
         held, request.held = request.held, []
         for seq in held:
@@ -502,7 +417,7 @@ class Engine:
         self, seq: Sequence, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None
     ) -> bool:
         """Record the end of a sequence (the caller tells the scheduler). Always True."""
-        output: _Output = seq.state  # type: ignore[assignment]
+        output: Output = seq.state  # type: ignore[assignment]
         request, completion = output.request, output.completion
         completion.finish_reason, completion.stop_reason, completion.error = reason, stop_reason, error
         completion.token_ids = seq.token_ids[seq.num_prompt_tokens :]
@@ -518,7 +433,7 @@ class Engine:
         request.unfinished -= 1
         self.num_unfinished -= 1
         self._num_history -= bool(request.params.needs_history)
-        self._dirty[request.id] = request
+        self._news.add(request)
         if request.held and not request.unfinished - len(request.held):
             held, request.held = request.held, []  # the first sibling ended without a token: the others will too
             for sibling in held:
@@ -528,7 +443,7 @@ class Engine:
             self._end(request, reason)
         return True
 
-    def _end(self, request: _Request, reason: FinishReason) -> None:
+    def _end(self, request: Request, reason: FinishReason) -> None:
         request.metrics.finished_time = now = time.perf_counter()
         request.metrics.num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
         del self.requests[request.id]
@@ -599,31 +514,7 @@ class Engine:
         completion.logprobs.append({**dict(top), token: logprob})
         completion.cumulative_logprob += logprob
 
-    # ---------------------------------------------------------------- reporting
-
-    @staticmethod
-    def _delta(seq: Sequence) -> CompletionOutput | None:
-        """What a streaming sequence has to say since the last report; None if nothing."""
-        output: _Output = seq.state  # type: ignore[assignment]
-        done, start = output.completion, output.num_reported
-        known = seq.num_output_tokens
-        if output.end_reported or (known == start and done.finish_reason is None):
-            return None
-        delta = CompletionOutput(
-            index=seq.index,
-            text="".join(output.delta),
-            token_ids=seq.token_ids[seq.num_prompt_tokens + start :],
-            logprobs=None if done.logprobs is None else done.logprobs[start:],
-            cumulative_logprob=done.cumulative_logprob,
-            finish_reason=done.finish_reason,
-            stop_reason=done.stop_reason,
-            error=done.error,
-        )
-        output.delta = []
-        output.num_reported = known
-        output.end_reported = done.finish_reason is not None
-        output.goes_on = output.is_plain and not output.end_reported
-        return delta
+    # ---------------------------------------------------------------- around the loop
 
     def _observe_step(self, schedule: Schedule, now: float) -> None:
         num_prefill_tokens = sum(n for _, n in schedule.prefill)
