@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,21 @@ def test_every_part_of_a_step_is_inside_its_span_and_the_engine_is_as_before(llm
     watch.lap()
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3))
     assert not watch.seconds
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_step_is_committed_inside_its_span(llm: LLM, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    spans: Counter[str] = Counter()
+
+    @contextmanager
+    def count(name: str) -> Iterator[None]:
+        spans[name] += 1
+        yield
+
+    monkeypatch.setattr(llm.engine, "overlap", overlap)
+    with instrumented(llm.engine, count):
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    assert spans["commit"] == spans["wait"] >= 5
 
 
 # --- bounds --------------------------------------------------------------------------------------------------------

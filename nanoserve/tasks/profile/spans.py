@@ -72,7 +72,7 @@ def instrumented(engine: Engine, span: Span, *, attention: bool = False) -> Iter
     runner: Any = engine.runner
     calls = [
         (engine, "_schedule", "schedule"),
-        (engine, "_commit_in_flight", "commit"),
+        (engine, "_commit", "commit"),
         (engine, "report", "report"),
         (runner.builder, "build", "build"),
         (runner.sampler, "prepare", "build"),
