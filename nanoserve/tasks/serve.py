@@ -119,7 +119,7 @@ async def serve(job: Job, sock: socket.socket) -> dict[str, Any]:
         cors_origins=tuple(options.cors_origins or ()),
     )
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+        app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE, http=http_protocol(), h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )  # fmt: skip
     loop = asyncio.get_running_loop()
