@@ -161,14 +161,11 @@ class Engine:
             text = None if self.tokenizer is None else OutputText(self.tokenizer, params)
             seq.state = Output(request, index, text, incremental, limit)
             request.sequences.append(seq)
-        first = request.sequences[0]
         try:
-            self.scheduler.add(first)
+            self._queue(request.sequences[0])
+        except NanoserveError:
+            raise
         except FAULTS as error:
-            with contextlib.suppress(ValueError):
-                self.scheduler.waiting.remove(first)
-            if isinstance(error, NanoserveError):
-                raise
             raise PluginError(self._blamed(error)) from error
         request.unfinished = params.n
         self.num_unfinished += params.n
@@ -178,6 +175,15 @@ class Engine:
         self._prompt_tokens += len(prompt_token_ids)
         for observer in self.observers:
             self._notify(observer, "request_added", request_id, len(prompt_token_ids), request.metrics.arrival_time)
+
+    def _queue(self, seq: Sequence) -> None:
+        """Raises what the scheduler raises, which does not hold ``seq`` then."""
+        try:
+            self.scheduler.add(seq)
+        except FAULTS:
+            with contextlib.suppress(ValueError):
+                self.scheduler.waiting.remove(seq)
+            raise
 
     def _matchers(self, params: SamplingParams) -> Callable[[], Matcher]:
         if self.grammars is None:
@@ -405,7 +411,7 @@ class Engine:
         held, request.held = request.held, []
         for seq in held:
             try:
-                self.scheduler.add(seq)
+                self._queue(seq)
             except FAULTS as error:
                 log.exception("the scheduler failed")
                 self._let_go(seq)
