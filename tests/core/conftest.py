@@ -1,7 +1,8 @@
-"""Tiny checkpoints, built once per session."""
+"""Tiny checkpoints, built once per session, and chance that repeats itself."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     oracle = build_tiny_model(folder, seed=0)
     save_tiny_tokenizer(folder)
     return folder, oracle
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    return random.Random(0)
