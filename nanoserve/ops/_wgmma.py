@@ -2,8 +2,9 @@
 
 None of a layer's products lasts longer than a few microseconds, so a good part of each is the way in and out:
 
-* All that a program can hold of its rows of W is on its way to shared memory (TMA) before it waits for the kernel ahead
-  of it (programmatic dependent launch). Then only x is missing, and the next kernel is being launched already.
+* What a program can hold of its rows of W is on its way to shared memory (TMA) before it waits for the kernel ahead
+  of it (programmatic dependent launch). Then only x is missing, and the next kernel is being launched already. From 65
+  tokens on programs are so many that they start late: then W comes first only as far as x is not kept waiting by it.
 * x is operand A of wgmma and W operand B, so that a program may own few rows of W. x is read once per column of tiles;
   from 65 tokens on these reads, out of the L2, are the limit.
 * Where N / 64 programs are few, a cluster of ``split`` programs shares a tile, each with a part of K. Their partial
@@ -21,7 +22,6 @@ For compute capability 9.0 alone: compiling for another one aborts the process.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
-# (tuples of accumulators grow in the kernel)
 
 from __future__ import annotations
 
@@ -46,22 +46,32 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 # A name and the shape of a cluster's barriers changed between Triton 3.6 and 3.9.
 RENAMED = "async_load" in tma.__all__
 tma_load = tma.async_load if RENAMED else tma.async_copy_global_to_shared
+_members = vars(gl.shared_memory_descriptor)
+reinterpret = _members["reinterpret" if "reinterpret" in _members else "_reinterpret"]
+
+PANEL = gl.constexpr(64)  # columns of a 128-byte swizzled panel of 16-bit elements
 
 
 @gluon.jit
-def _load_x(tiles, ring, chunk: gl.constexpr, row, first_k):
-    ready, buffers = ring
+def _load_x(tiles, ready, buffers, chunk: gl.constexpr, row, first_k):
+    at = [row, first_k + chunk * buffers.shape[2]]
+    tma_load(tiles, at, ready.index(chunk % ready.shape[0]), buffers.index(chunk % buffers.shape[0]))
+
+
+@gluon.jit
+def _load_w(tiles, ready, buffers, chunk: gl.constexpr, row, first_k, PARTS: gl.constexpr, PART_ROWS: gl.constexpr):
     stage: gl.constexpr = chunk % buffers.shape[0]
-    tma_load(tiles, [row, first_k + chunk * buffers.shape[2]], ready.index(stage), buffers.index(stage))
-
-
-@gluon.jit
-def _load_w(tiles, ring, chunk: gl.constexpr, row, first_k, PARTS: gl.constexpr, PART_ROWS: gl.constexpr):
-    ready, buffers = ring
-    stage: gl.constexpr = chunk % (buffers.shape[0] // PARTS)
-    for part in gl.static_range(PARTS):
-        at = [row + part * PART_ROWS, first_k + chunk * buffers.shape[2]]
-        tma_load(tiles, at, ready.index(stage), buffers.index(stage * PARTS + part))
+    column = first_k + chunk * buffers.shape[2]
+    if PARTS == 1:
+        tma_load(tiles, [row, column], ready.index(stage), buffers.index(stage))
+    else:  # a tile's layout is a sequence of panels, and each part has its rows in each of them
+        ROWS: gl.constexpr = buffers.shape[1] // PARTS
+        PANELS: gl.constexpr = buffers.shape[2] // PANEL
+        panels = reinterpret(buffers.index(stage), buffers.dtype, [PANELS * PARTS * ROWS, PANEL], buffers.layout)
+        for panel in gl.static_range(PANELS):
+            for part in gl.static_range(PARTS):
+                at = [row + part * PART_ROWS, column + panel * PANEL]
+                tma_load(tiles, at, ready.index(stage), panels.slice((panel * PARTS + part) * ROWS, ROWS))
 
 
 @gluon.jit
@@ -96,8 +106,8 @@ def wgmma_kernel(
     BLOCK_K: gl.constexpr,
     SPLIT: gl.constexpr,
     X_STAGES: gl.constexpr,
-    W_STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
+    W_STAGES: gl.constexpr,  # at least as many
+    W_FIRST: gl.constexpr,  # stages of W to ask for before x
     X_LAYOUT: gl.constexpr,
     W_LAYOUT: gl.constexpr,
     BARRIER: gl.constexpr,
@@ -112,23 +122,17 @@ def wgmma_kernel(
     gl.static_assert(SPLIT == 1 or not SWIGLU, "a gate is not a sum over parts of K")
     gl.static_assert(SPLIT == 1 or NORM_PARTS == 0, "a program of a cluster has other rows in the end")
     SQUARES: gl.constexpr = gl.BlockedLayout([4, 1], [4, 8], [1, gl.num_warps()], [1, 0])
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_launch_dependents()
     PARTS: gl.constexpr = 2 if SWIGLU else 1
     OUT_N: gl.constexpr = N // PARTS
     COLUMNS: gl.constexpr = (OUT_N + ROWS - 1) // ROWS
     CHUNKS: gl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
-    X_BYTES: gl.constexpr = TOKENS * BLOCK_K * 2
-    W_BYTES: gl.constexpr = PARTS * ROWS * BLOCK_K * 2
-    w_buffers = gl.allocate_shared_memory(w_tiles.dtype, [W_STAGES * PARTS, ROWS, BLOCK_K], W_LAYOUT)
+    BYTES: gl.constexpr = (TOKENS + PARTS * ROWS) * BLOCK_K * 2
+    w_buffers = gl.allocate_shared_memory(w_tiles.dtype, [W_STAGES, PARTS * ROWS, BLOCK_K], W_LAYOUT)
     x_buffers = gl.allocate_shared_memory(x_tiles.dtype, [X_STAGES, SPLIT * TOKENS, BLOCK_K], X_LAYOUT)
-    w_ready = gl.allocate_shared_memory(gl.int64, [W_STAGES, BARRIER[1]], BARRIER[0])
-    x_ready = gl.allocate_shared_memory(gl.int64, [X_STAGES, BARRIER[1]], BARRIER[0])
-    w_ring, x_ring = (w_ready, w_buffers), (x_ready, x_buffers)
+    ready = gl.allocate_shared_memory(gl.int64, [W_STAGES, BARRIER[1]], BARRIER[0])
     for i in gl.static_range(W_STAGES):
-        mbarrier.init(w_ready.index(i), count=1)
-    for i in gl.static_range(X_STAGES):
-        mbarrier.init(x_ready.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
 
     column = gl.program_id(0) % COLUMNS * ROWS
@@ -144,11 +148,9 @@ def wgmma_kernel(
         first_k = rank * (CHUNKS * BLOCK_K)
         x_row = token - rank * TOKENS
     for i in gl.static_range(W_STAGES):
-        mbarrier.expect(w_ready.index(i), W_BYTES)
-    for i in gl.static_range(W_STAGES):
-        _load_w(w_tiles, w_ring, i, column, first_k, PARTS, OUT_N)
-    for i in gl.static_range(X_STAGES):
-        mbarrier.expect(x_ready.index(i), X_BYTES)
+        mbarrier.expect(ready.index(i), BYTES)
+    for i in gl.static_range(W_FIRST):
+        _load_w(w_tiles, ready, w_buffers, i, column, first_k, PARTS, OUT_N)
     out_token = token + gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))[:, None]
     out_column = column + gl.arange(0, ROWS, gl.SliceLayout(0, OUT))[None, :]
     out_pointers = out + (out_token * OUT_N + out_column)
@@ -160,7 +162,9 @@ def wgmma_kernel(
 
     tl.extra.cuda.gdc_wait()
     for i in gl.static_range(X_STAGES):
-        _load_x(x_tiles, x_ring, i, x_row, first_k)
+        _load_x(x_tiles, ready, x_buffers, i, x_row, first_k)
+    for i in gl.static_range(W_FIRST, W_STAGES):
+        _load_w(w_tiles, ready, w_buffers, i, column, first_k, PARTS, OUT_N)
     if ADD:
         residual = gl.load(out_pointers, mask=out_mask, other=0.0).to(gl.float32)
     if NORM_PARTS > 0:
@@ -169,36 +173,23 @@ def wgmma_kernel(
         is_part = (part < NORM_PARTS) & (x_token < num_tokens)
         sums = gl.sum(gl.load(squares + part * num_tokens + x_token, mask=is_part, other=0.0), 0)
         inverse = gl.convert_layout(gl.rsqrt(sums / K + eps), gl.SliceLayout(1, MMA))[:, None]
-    accs = ()
-    for _ in gl.static_range(PARTS):
-        accs = accs + (gl.zeros([SPLIT * TOKENS, ROWS], gl.float32, MMA),)
+    acc = gl.zeros([SPLIT * TOKENS, PARTS * ROWS], gl.float32, MMA)
     for i in gl.static_range(CHUNKS):
-        mbarrier.wait(w_ready.index(i % W_STAGES), i // W_STAGES & 1)
-        mbarrier.wait(x_ready.index(i % X_STAGES), i // X_STAGES & 1)
-        sums = ()
-        for part in gl.static_range(PARTS):
-            w = w_buffers.index(i % W_STAGES * PARTS + part).permute((1, 0))
-            acc = warpgroup_mma(x_buffers.index(i % X_STAGES), w, accs[part], use_acc=i > 0, is_async=True)
-            sums = sums + (acc,)
-        accs = sums
-        if i > 0 and i - 1 + min(X_STAGES, W_STAGES) < CHUNKS:  # to be refilled: what chunk i - 1 was read from
-            accs = _wait(accs, PARTS)
-            if i - 1 + X_STAGES < CHUNKS:
-                mbarrier.expect(x_ready.index((i - 1) % X_STAGES), X_BYTES)
-                _load_x(x_tiles, x_ring, i - 1 + X_STAGES, x_row, first_k)
+        mbarrier.wait(ready.index(i % W_STAGES), i // W_STAGES & 1)
+        w = w_buffers.index(i % W_STAGES).permute((1, 0))
+        acc = warpgroup_mma(x_buffers.index(i % X_STAGES), w, acc, use_acc=i > 0, is_async=True)
+        if i > 0 and i - 1 + X_STAGES < CHUNKS:  # to be refilled: what chunk i - 1 was read from
+            acc = warpgroup_mma_wait(1, [acc])
             if i - 1 + W_STAGES < CHUNKS:
-                mbarrier.expect(w_ready.index((i - 1) % W_STAGES), W_BYTES)
-                _load_w(w_tiles, w_ring, i - 1 + W_STAGES, column, first_k, PARTS, OUT_N)
-    accs = _wait(accs, 0)
-    if not EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-    y = accs[0]
+                mbarrier.expect(ready.index((i - 1) % W_STAGES), BYTES)
+                _load_w(w_tiles, ready, w_buffers, i - 1 + W_STAGES, column, first_k, PARTS, OUT_N)
+            _load_x(x_tiles, ready, x_buffers, i - 1 + X_STAGES, x_row, first_k)
+    y = warpgroup_mma_wait(0, [acc])
     if NORM_PARTS > 0:
         y *= inverse
     if SWIGLU:
-        up = accs[1] * inverse if NORM_PARTS > 0 else accs[1]
-        y = y / (1.0 + gl.exp(-y)) * up
+        gate, up = gl.split(gl.permute(gl.reshape(y, [TOKENS, 2, ROWS]), (0, 2, 1)))
+        y = gate / (1.0 + gl.exp(-gate)) * up
     if SPLIT > 1:
         tile = partials + gl.program_id(0) * (SPLIT * TOKENS * ROWS)
         row = gl.arange(0, SPLIT * TOKENS, gl.SliceLayout(1, MMA))[:, None]
@@ -226,20 +217,12 @@ def wgmma_kernel(
         gl.store(squares + part * num_tokens + row_token, gl.sum(y * y, 1), mask=row_token < num_tokens)
 
 
-@gluon.jit
-def _wait(accs, PENDING: gl.constexpr):
-    if len(accs) == 1:
-        return (warpgroup_mma_wait(PENDING, [accs[0]]),)
-    else:  # noqa: RET505 (Triton wants both branches)
-        return warpgroup_mma_wait(PENDING, [accs[0], accs[1]])
-
-
 @dataclass(frozen=True, slots=True)
 class Tile:
     """What a program does: ``tokens`` (64 or 128) × ``rows`` of W (with SwiGLU of gate and of up), ``block_k`` a step.
 
-    split: programs of a cluster that share a tile's K. x_stages, w_stages: steps of x and of W in shared memory.
-    early: whether the next kernel may be launched at the start, or not before the last product.
+    x_stages, w_stages: steps of x and of W, at least as many, in shared memory. w_first: those of W that are asked for
+    before any of x. split: programs of a cluster that share a tile's K.
     """
 
     tokens: int
@@ -247,8 +230,8 @@ class Tile:
     block_k: int
     x_stages: int
     w_stages: int
+    w_first: int
     split: int = 1
-    early: bool = True
 
 
 def tile_for(num_tokens: int, n: int, k: int, swiglu: bool) -> Tile | None:
@@ -258,15 +241,17 @@ def tile_for(num_tokens: int, n: int, k: int, swiglu: bool) -> Tile | None:
     """
     if k % 8 or n % 16 or k > 4096 or n * k >= 2**23:
         return None
+    if num_tokens <= 64:
+        if swiglu:
+            return Tile(64, 64, 128, 3, 5, 5)
+        return Tile(64, 64, 128, 6, 6, 6, split=4) if n <= 2048 else Tile(64, 64, 128, 5, 8, 8)
     if swiglu:
-        if num_tokens <= 64:
-            return Tile(64, 64, 128, 3, 5)
-        if 96 < num_tokens <= 128:
-            return Tile(64, 32, 128, 3, 4)
-        return Tile(64, 64, 64, 4, 5, early=False)
+        return Tile(128, 32, 64, 6, 8, 3) if num_tokens <= 128 else Tile(128, 64, 64, 6, 6, 3)
     if n <= 2048:
-        return Tile(64, 64, 128, 6, 6, split=4) if num_tokens <= 64 else Tile(64, 64, 128, 5, 8, split=2)
-    return Tile(64, 64, 128, 5, 8) if num_tokens <= 128 else Tile(128, 64, 64, 5, 8)
+        return Tile(64, 64, 128, 6, 6, 3, split=2)
+    if num_tokens <= 128:
+        return Tile(64, 64, 128, 6, 6, 3)
+    return Tile(64, 128, 64, 7, 7, 3) if num_tokens <= 192 else Tile(128, 64, 64, 5, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +276,7 @@ class Weighted:
 
 
 @functools.cache
-def layouts(tile: Tile) -> dict[str, Any]:
+def layouts(tile: Tile, parts: int) -> dict[str, Any]:
     """Constants of the kernel; those of a cluster say which of its programs has what."""
     bits = range(tile.split.bit_length() - 1)
     own_rows, shared = [[2**i, 0] for i in bits], [[0, 0] for _ in bits]
@@ -303,7 +288,7 @@ def layouts(tile: Tile) -> dict[str, Any]:
         "X_LAYOUT": gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=own_rows),
         "W_LAYOUT": gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=shared),
         "BARRIER": (barrier, tile.split if RENAMED else 1),
-        "MMA": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tile.rows, 16], own_rows),
+        "MMA": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, parts * tile.rows, 16], own_rows),
         "OUT": gl.BlockedLayout([1, vector], [32 // lanes, lanes], [warps, 1], [1, 0], own_rows),
     }
 
@@ -330,13 +315,13 @@ def wgmma_linear(
     if swiglu and bias is not None:
         raise ValueError("wgmma_linear: SwiGLU takes no bias")
     clusters = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(out.shape[1], tile.rows)
-    constants = layouts(tile)
+    constants = layouts(tile, 2 if swiglu else 1)
     partials = None
     if tile.split > 1:
         size = (clusters, tile.split, tile.tokens, tile.rows)
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     follows = weighted or norm
-    x_box, w_box = [tile.split * tile.tokens, tile.block_k], [tile.rows, tile.block_k]
+    x_box, w_box = [tile.split * tile.tokens, tile.block_k], [tile.rows, PANEL.value if swiglu else tile.block_k]
     x_tiles = TensorDescriptor(x, [num_tokens, k], [k, 1], x_box, constants["X_LAYOUT"])
     w_tiles = TensorDescriptor(weight, [n, k], [k, 1], w_box, constants["W_LAYOUT"])
     chunks = triton.cdiv(k, tile.block_k * tile.split)
@@ -359,7 +344,7 @@ def wgmma_linear(
         SPLIT=tile.split,
         X_STAGES=min(tile.x_stages, chunks),
         W_STAGES=min(tile.w_stages, chunks),
-        EARLY=tile.early,
+        W_FIRST=min(tile.w_first, chunks),
         **constants,
         BIAS=bias is not None,
         SWIGLU=swiglu,

@@ -42,9 +42,8 @@ class HopperDecodeConfig:
             raise ValueError(f"num_splits must be at least 1, not {self.num_splits}")
 
 
-#: Whether the next kernel may start beside this one. INT8 fills all registers, so that it would take slots of the next
-#: layer's programs. For more sequences than these it is a product that wants most of the shared memory, and this kernel
-#: would read K and V through what is left of the L1 cache.
+#: Up to how many sequences the next kernel may start beside this one. For more it is a product that wants most of the
+#: shared memory, and this kernel would read K and V through what is left of the L1 cache.
 EARLY_SEQS = MIN_WGMMA_TOKENS - 1
 
 
@@ -104,7 +103,7 @@ class HopperDecodeBackend(AttentionBackend):
             BLOCK_SIZE=context.block_size,
             QUANTIZED=self.quantized,
             FUSED_MERGE=fused_merge,
-            EARLY=not fused_merge or (not self.quantized and meta.num_seqs <= EARLY_SEQS),
+            EARLY=meta.num_seqs <= EARLY_SEQS,
             num_warps=num_warps,
             maxnreg=self.max_registers[fused_merge],
             launch_pdl=True,
