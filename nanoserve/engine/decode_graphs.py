@@ -18,8 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from nanoserve.contracts.attention import AttentionBackend, DecodeMetadata
 from nanoserve.contracts.kvcache import KVCacheFormat
 from nanoserve.engine.attention import AttentionStep
 from nanoserve.engine.batch import Batch, RowState
+from nanoserve.engine.capture import GraphPool
 from nanoserve.engine.sampler import Sampler, SamplerOutput, SamplingPlan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
@@ -66,8 +66,8 @@ class _Bucket:
 class DecodeGraphs:
     """Runs decode-only steps of up to ``max_num_seqs`` sequences.
 
-    backend_for: batch size → the backend to capture. capture: False runs the same code on the same buffers without a
-    graph, which is how it is tested without a GPU. pool: the memory pool of the graphs.
+    backend_for: batch size → the backend to capture. pool: None runs the same code on the same buffers without a graph,
+    which is how it is tested without a GPU.
     """
 
     def __init__(
@@ -79,9 +79,7 @@ class DecodeGraphs:
         backend_for: Callable[[int], AttentionBackend],
         max_num_seqs: int,
         max_model_len: int,
-        *,
-        capture: bool,
-        pool: Any = None,
+        pool: GraphPool | None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -89,7 +87,6 @@ class DecodeGraphs:
         self.rows = rows
         self.backend_for = backend_for
         self.max_model_len = max_model_len
-        self.capture = capture
         self.device = kv.shape.device
         self.sizes = buckets_up_to(max_num_seqs)
         self._buckets: dict[int, _Bucket] = {}
@@ -176,10 +173,10 @@ class DecodeGraphs:
             self._sample(bucket)
 
         bucket.forward, bucket.sample = forward, sample
-        if self.capture:
+        if self.pool is not None:
             self._warm_up(bucket)
-            bucket.sample = self._record(sample)
-            replay = cache(lambda: self._record(forward))  # at the first call
+            bucket.sample = self._record(self.pool, sample)
+            replay = cache(partial(self._record, self.pool, forward))  # at the first call
             bucket.forward = lambda: replay()()
             log.debug("captured a decode graph for batches up to %d", size)
         return bucket
@@ -221,9 +218,10 @@ class DecodeGraphs:
             bucket.sample()
         torch.cuda.current_stream(self.device).wait_stream(side)
 
-    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
+    @staticmethod
+    def _record(pool: GraphPool, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with pool.capturing() as memory, torch.cuda.graph(graph, pool=memory):
             run()
         return graph.replay
 

@@ -23,6 +23,7 @@ import torch
 from nanoserve.contracts.kvcache import KVCacheFormat
 from nanoserve.engine.attention import AttentionStep, KVWriter
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.capture import GraphPool
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 
 log = logging.getLogger("nanoserve")
@@ -61,17 +62,13 @@ class _Bucket:
 class PrefillGraphs:
     """Runs the model over steps of up to ``max_tokens`` tokens; a bucket is captured when first met.
 
-    capture: False runs the same code on the same buffers without a graph, which is how it is tested without a GPU.
-    pool: the memory pool of the graphs (``torch.cuda.graph_pool_handle()``).
+    pool: None runs the same code on the same buffers without a graph, which is how it is tested without a GPU.
     """
 
-    def __init__(
-        self, model: Qwen3ForCausalLM, kv: KVCacheFormat, max_tokens: int, *, capture: bool, pool: Any = None
-    ) -> None:
+    def __init__(self, model: Qwen3ForCausalLM, kv: KVCacheFormat, max_tokens: int, pool: GraphPool | None) -> None:
         self.model = model
         self.kv = kv
         self.max_tokens = max_tokens
-        self.capture = capture
         self.pool = pool
         self.sizes = token_buckets(max_tokens)
         self._buckets: dict[int, _Bucket] = {}
@@ -95,9 +92,9 @@ class PrefillGraphs:
                 shortened[id(heads)] = (q[:n], k[:n], v[:n]), heads
             step.read(layer_index, *shortened[id(heads)][0], out)
 
-        if not self.capture:
+        if self.pool is None:
             return self._run(size, attend)[:n]
-        bucket = self._buckets.get(size) or self._record(size)
+        bucket = self._buckets.get(size) or self._record(size, self.pool)
         for i, heads in enumerate(bucket.heads):
             bucket.pieces[i].replay()
             attend(i, heads)
@@ -106,9 +103,10 @@ class PrefillGraphs:
 
     def capture_all(self) -> None:
         """Capture every bucket now, the largest first: the others fit into its memory."""
+        assert self.pool is not None
         for size in reversed(self.sizes):
             if size not in self._buckets:
-                self._record(size)
+                self._record(size, self.pool)
 
     def close(self) -> None:
         self._buckets.clear()
@@ -121,28 +119,28 @@ class PrefillGraphs:
         writer = KVWriter(self.kv, self.model.num_q_heads, positions, slots)
         return self.model.forward(ids, _Pieces(writer, self._out[:size], between))
 
-    def _record(self, size: int) -> _Bucket:
+    def _record(self, size: int, pool: GraphPool) -> _Bucket:
         bucket = _Bucket()
         left: list[tuple[_Address, _Address, _Address]] = []
         slots = self._inputs[2].clone()
 
-        def begin() -> None:
+        def begin(memory: Any) -> None:
             bucket.pieces.append(torch.cuda.CUDAGraph())
-            bucket.pieces[-1].capture_begin(pool=self.pool)
+            bucket.pieces[-1].capture_begin(pool=memory)
 
         def cut(layer_index: int, heads: Heads) -> None:
             bucket.pieces[-1].capture_end()
             q, k, v = heads
             left.append((_Address.of(q), _Address.of(k), _Address.of(v)))
-            begin()
+            begin(pool.handle)
 
         self._inputs[2].fill_(-1)
         self._run(size, lambda layer_index, heads: None)  # kernels compile, libraries allocate
         torch.cuda.synchronize(self.kv.shape.device)
         torch.cuda.empty_cache()  # the graphs will hold as much for themselves
-        with torch.cuda.stream(torch.cuda.Stream(self.kv.shape.device)):
+        with pool.capturing() as memory, torch.cuda.stream(torch.cuda.Stream(self.kv.shape.device)):
             try:
-                begin()
+                begin(memory)
                 hidden = self._run(size, cut)
                 bucket.pieces[-1].capture_end()
             except BaseException:

@@ -16,6 +16,7 @@ from nanoserve.contracts.policy import SelectionShape
 from nanoserve.contracts.scheduling import Schedule
 from nanoserve.engine.attention import AttentionStep
 from nanoserve.engine.batch import Batch, BatchBuilder
+from nanoserve.engine.capture import GraphPool
 from nanoserve.engine.decode_graphs import DecodeGraphs
 from nanoserve.engine.prefill_graphs import PrefillGraphs
 from nanoserve.engine.sampler import Sampler, SamplerOutput
@@ -129,7 +130,7 @@ class ModelRunner:
         self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
         self.decode_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
-        pool = torch.cuda.graph_pool_handle() if decode_graphs or prefill_graphs else None
+        pool = GraphPool() if decode_graphs or prefill_graphs else None
         if decode_graphs:
             self.decode_graphs = DecodeGraphs(
                 model,
@@ -139,11 +140,10 @@ class ModelRunner:
                 self._captured_backend,
                 max_num_seqs,
                 max_model_len,
-                capture=True,
-                pool=pool,
+                pool,
             )
         if prefill_graphs:
-            self.prefill_graphs = PrefillGraphs(model, kv, prefill_graphs, capture=True, pool=pool)
+            self.prefill_graphs = PrefillGraphs(model, kv, prefill_graphs, pool)
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 from dataclasses import dataclass, replace
 
@@ -11,6 +13,7 @@ import torch
 from nanoserve import LLM, SamplingParams, StructuredOutput
 from nanoserve.contracts.attention import AttentionBackend, AttentionSpec
 from nanoserve.contracts.capabilities import Capabilities
+from nanoserve.engine.capture import GraphPool
 from nanoserve.engine.decode_graphs import DecodeGraphs, buckets_up_to
 from nanoserve.engine.prefill_graphs import PrefillGraphs, token_buckets
 from nanoserve.hookspecs import hookimpl
@@ -62,9 +65,9 @@ def make(folder, **options) -> LLM:
         runner._captured_backend,
         runner.max_num_seqs,
         runner.max_model_len,
-        capture=False,
+        None,
     )
-    runner.prefill_graphs = PrefillGraphs(runner.model, runner.kv, 100, capture=False)
+    runner.prefill_graphs = PrefillGraphs(runner.model, runner.kv, 100, None)
     return llm
 
 
@@ -83,6 +86,26 @@ def test_token_buckets_end_at_the_limit_and_waste_less_than_half(max_tokens):
     sizes = token_buckets(max_tokens)
     assert sizes == sorted(set(sizes)) and sizes[-1] == max_tokens
     assert all(b <= 1.5 * a for a, b in zip(sizes, sizes[1:], strict=False))
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch, collects):
+    """Dead graphs lie in cycles, and CUDA forbids to destroy one meanwhile. Memory of a failed capture is lost."""
+    handles = itertools.count()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(gc, "isenabled", lambda: collects)
+    calls = []
+    monkeypatch.setattr(gc, "disable", lambda: calls.append("off"))
+    monkeypatch.setattr(gc, "enable", lambda: calls.append("on"))
+    pool = GraphPool()
+    with pool.capturing() as memory:
+        assert (memory, calls) == (0, ["off"])
+    with pytest.raises(RuntimeError, match="invalidated"), pool.capturing() as memory:
+        assert memory == 0
+        raise RuntimeError("capture invalidated")
+    assert calls == (["off", "on", "off", "on"] if collects else ["off", "off"])
+    with pool.capturing() as memory:
+        assert memory == 1
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 
@@ -112,6 +113,39 @@ def test_a_decode_step_reads_nothing_back_but_its_tokens():
     assert counts.get("cudaStreamSynchronize", 0) == 0
     assert counts.get("cudaDeviceSynchronize", 0) <= 1  # the profiler's own, when it stops
     assert counts.get("cudaGraphLaunch", 0) == 10  # model and sampler are one graph
+
+
+def test_graphs_are_captured_while_dead_ones_wait_for_the_collector():
+    """The dead ones are those of a block table that has grown, or of another engine."""
+    thresholds = gc.get_threshold()
+    with LLM("tiny", device="cuda", dtype="bfloat16", num_kv_blocks=2000) as llm:
+        expected = [o.token_ids for o in llm.generate(TEXTS, GREEDY)]
+        runner = llm.engine.runner
+        runner.rows.generation += 1
+        runner.prefill_graphs._buckets.clear()
+        gc.set_threshold(1)
+        try:
+            got = [o.token_ids for o in llm.generate(TEXTS, GREEDY)]
+        finally:
+            gc.set_threshold(*thresholds)
+    assert got == expected
+
+
+def test_a_kernel_that_cannot_be_captured_fails_its_step_and_no_other(monkeypatch):
+    with LLM("tiny", device="cuda", dtype="bfloat16", num_kv_blocks=2000) as llm:
+        attention = type(llm.engine.runner._captured_backend(1))
+        decode = attention.decode
+
+        def synchronising(self, q, layer, meta, out):
+            decode(self, q, layer, meta, out)
+            if torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()
+
+        monkeypatch.setattr(attention, "decode", synchronising)
+        assert llm.generate(TEXTS[:1], GREEDY)[0].finish_reason == "error"
+        monkeypatch.undo()
+        for output in llm.generate([TEXTS[0], 10 * TEXTS[1]], GREEDY):  # two graphs of prompts, two of decode
+            assert output.finish_reason == "length"
 
 
 def test_close_gives_the_memory_back():
