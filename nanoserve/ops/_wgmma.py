@@ -5,8 +5,8 @@ None of a layer's products lasts longer than a few microseconds, so a good part 
 * What a program can hold of its rows of W is on its way to shared memory (TMA) before it waits for the kernel ahead
   of it (programmatic dependent launch). Then only x is missing, and the next kernel is being launched already. From 65
   tokens on programs are so many that they start late: then W comes first only as far as x is not kept waiting by it.
-* x is operand A of wgmma and W operand B, so that a program may own few rows of W. x is read once per column of tiles;
-  from 65 tokens on these reads, out of the L2, are the limit.
+* x is operand A of wgmma and W operand B, so that a program may own few rows of W. x is read once per column of tiles.
+  From 65 tokens on what passes through shared memory is the limit, so that tiles are larger, and gate and up are one.
 * Where N / 64 programs are few, a cluster of ``split`` programs shares a tile, each with a part of K. Their partial
   sums pass through global memory, that is the L2, on either side of a cluster barrier; then each program finishes its
   share of the rows. (Triton 3.6 cannot convert layouts through distributed shared memory.)
