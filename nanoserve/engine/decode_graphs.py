@@ -32,6 +32,7 @@ from nanoserve.engine.sampler import Sampler, SamplerOutput, SamplingPlan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.ops.decode_inputs import DecodeInputs, decode_inputs
+from nanoserve.ops.linear import row_multiple
 
 log = logging.getLogger("nanoserve")
 
@@ -39,12 +40,9 @@ log = logging.getLogger("nanoserve")
 NUM_INTS, NUM_FLOATS = 4, 5
 
 
-def buckets_up_to(max_num_seqs: int) -> list[int]:
-    """Captured batch sizes: 1, 2, 4, multiples of 8 to 64, of 64 to 256, of 32 beyond, and the limit itself.
-
-    Between 64 and 256 the tiles of ``ops/_wgmma.py`` are 64 rows high, and whole ones are faster than parts.
-    """
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 64), *range(256, max_num_seqs + 1, 32), max_num_seqs]
+def buckets_up_to(max_num_seqs: int, multiple: int = 16) -> list[int]:
+    """Captured batch sizes: 1, 2, 4, multiples of 8 to 64, of ``multiple`` to 256, of 32 beyond, and the limit."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, multiple), *range(256, max_num_seqs + 1, 32), max_num_seqs]
     return sorted({size for size in sizes if size <= max_num_seqs})
 
 
@@ -88,7 +86,7 @@ class DecodeGraphs:
         self.backend_for = backend_for
         self.max_model_len = max_model_len
         self.device = kv.shape.device
-        self.sizes = buckets_up_to(max_num_seqs)
+        self.sizes = buckets_up_to(max_num_seqs, row_multiple(self.device, model.dtype))
         self._buckets: dict[int, _Bucket] = {}
         self.pool = pool
         self._generation = rows.generation
@@ -221,7 +219,9 @@ class DecodeGraphs:
     @staticmethod
     def _record(pool: GraphPool, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with pool.capturing() as memory, torch.cuda.graph(graph, pool=memory):
+        # torch's capture changes the stream, and does not change it back where CUDA has ended the capture.
+        here = torch.cuda.stream(torch.cuda.current_stream())
+        with pool.capturing() as memory, here, torch.cuda.graph(graph, pool=memory):
             run()
         return graph.replay
 

@@ -120,6 +120,7 @@ def wgmma_kernel(
     NORM_PARTS: gl.constexpr,
 ):
     gl.static_assert(SPLIT == 1 or not SWIGLU, "a gate is not a sum over parts of K")
+    gl.static_assert(X_STAGES > 1 or K <= BLOCK_K * SPLIT, "a step is refilled after the next one's products began")
     gl.static_assert(SPLIT == 1 or NORM_PARTS == 0, "a program of a cluster has other rows in the end")
     SQUARES: gl.constexpr = gl.BlockedLayout([4, 1], [4, 8], [1, gl.num_warps()], [1, 0])
     tl.extra.cuda.gdc_launch_dependents()
@@ -221,8 +222,8 @@ def wgmma_kernel(
 class Tile:
     """What a program does: ``tokens`` (64 or 128) × ``rows`` of W (with SwiGLU of gate and of up), ``block_k`` a step.
 
-    x_stages, w_stages: steps of x and of W, at least as many, in shared memory. w_first: those of W that are asked for
-    before any of x. split: programs of a cluster that share a tile's K.
+    x_stages, w_stages: steps of x (at least 2) and of W (at least as many) in shared memory. w_first: those of W that
+    are asked for before any of x. split: programs of a cluster that share a tile's K.
     """
 
     tokens: int
@@ -240,6 +241,8 @@ def tile_for(num_tokens: int, n: int, k: int, swiglu: bool) -> Tile | None:
     Measured on an H200 inside whole layers of Qwen3-0.6B, whose largest matrix but lm_head has 2^22.6 elements.
     """
     if k % 8 or n % 16 or k > 4096 or n * k >= 2**23:
+        return None
+    if n > 2048 and k > 1536 and not swiglu:  # so many steps in one part that Triton 3.9 spills
         return None
     if num_tokens <= 64:
         if swiglu:

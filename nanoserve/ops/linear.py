@@ -157,18 +157,28 @@ def own_product(x: torch.Tensor, weight: torch.Tensor, swiglu: bool = False) -> 
     return functools.partial(skinny_linear, tile=tile)
 
 
-def _wgmma_tile(x: torch.Tensor, weight: torch.Tensor, swiglu: bool = False) -> WgmmaTile | None:
-    """None outside of graphs: eagerly the host would not keep up. Compute capability 9.0 alone compiles the kernel, and
-    TMA wants alignment."""
-    if not x.is_cuda or not MIN_WGMMA_TOKENS <= x.shape[0] <= MAX_WGMMA_TOKENS:
-        return None
-    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    if not torch.cuda.is_current_stream_capturing():
-        return None
+def row_multiple(device: torch.device, dtype: torch.dtype) -> int:
+    """To a multiple of how many tokens a captured step of 65 to 256 is best padded: of 64 where ``_wgmma.py`` serves,
+    whose tiles cost more when only part of them are tokens."""
+    return 64 if _has_wgmma(device, dtype) else 16
+
+
+def _has_wgmma(device: torch.device, dtype: torch.dtype) -> bool:
+    """Compute capability 9.0 alone compiles the kernel."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
     from nanoserve.ops._elementwise import compute_capability
 
-    if compute_capability(x.device) != (9, 0) or (x.data_ptr() | weight.data_ptr()) % 16:
+    return compute_capability(device) == (9, 0)
+
+
+def _wgmma_tile(x: torch.Tensor, weight: torch.Tensor, swiglu: bool = False) -> WgmmaTile | None:
+    """None outside of graphs: eagerly the host would not keep up. TMA wants alignment."""
+    if not x.is_cuda or not MIN_WGMMA_TOKENS <= x.shape[0] <= MAX_WGMMA_TOKENS or x.dtype != weight.dtype:
+        return None
+    if not torch.cuda.is_current_stream_capturing() or (x.data_ptr() | weight.data_ptr()) % 16:
+        return None
+    if not _has_wgmma(x.device, x.dtype):
         return None
     from nanoserve.ops._wgmma import tile_for
 

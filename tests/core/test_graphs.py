@@ -75,10 +75,12 @@ def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
     return [[rng.randrange(512) for _ in range(rng.randint(1, 40))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 60, 256, 300])
-def test_buckets_end_at_the_limit_and_never_exceed_it(max_num_seqs):
-    sizes = buckets_up_to(max_num_seqs)
+@pytest.mark.parametrize("multiple", [16, 64])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 60, 65, 256, 300])
+def test_buckets_end_at_the_limit_and_never_exceed_it(max_num_seqs, multiple):
+    sizes = buckets_up_to(max_num_seqs, multiple)
     assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs and sizes[0] == 1
+    assert all(size % multiple == 0 for size in sizes[:-1] if 64 < size <= 256)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 16, 17, 100, 2048])

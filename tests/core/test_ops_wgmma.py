@@ -33,7 +33,7 @@ def test_tiles_fit_a_multiprocessor():
         assert parts * tile.rows <= 128
         assert tile.w_first <= tile.w_stages and tile.x_stages <= tile.w_stages
         assert tile.split <= 8
-    for n, k in ((4096, 2048), (1024, 1028), (1000, 1024), (64, 8192)):
+    for n, k in ((4096, 2048), (1024, 1028), (1000, 1024), (64, 8192), (3072, 2048)):
         assert tile_for(64, n, k, False) is None
 
 

@@ -142,7 +142,9 @@ def test_a_kernel_that_cannot_be_captured_fails_its_step_and_no_other(monkeypatc
                 torch.cuda.synchronize()
 
         monkeypatch.setattr(attention, "decode", synchronising)
+        stream = torch.cuda.current_stream()
         assert llm.generate(TEXTS[:1], GREEDY)[0].finish_reason == "error"
+        assert torch.cuda.current_stream() == stream
         monkeypatch.undo()
         for output in llm.generate([TEXTS[0], 10 * TEXTS[1]], GREEDY):  # two graphs of prompts, two of decode
             assert output.finish_reason == "length"
