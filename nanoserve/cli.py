@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import re
 import signal
@@ -179,6 +180,7 @@ def job(values: DictConfig) -> None:
     from nanoserve.tasks import run_task
 
     try:
+        logging.basicConfig(format="%(message)s")  # what hydra.verbose=[nanoserve] asks for, on standard error
         in_sweep = sweep.running()
         if in_sweep:
             sweep.announce()
@@ -206,6 +208,7 @@ def rewrite(arguments: Sequence[str]) -> list[str]:
     """
     rewritten = []
     by_path = has_model = False
+    of_policy = set()
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key == "model" and "/" in value:
@@ -219,9 +222,13 @@ def rewrite(arguments: Sequence[str]) -> list[str]:
             argument = f"{key}={quote(value)}"
         elif key.partition(".")[0] in PLUGIN_GROUPS and "." in key:
             argument = f"++{argument}"
+            if key.startswith("policy."):
+                of_policy.add(key.split(".")[1])
         rewritten.append(argument)
     if by_path and not has_model:
         rewritten.append("model=path")
+    if of_policy and "by_device" not in of_policy:
+        rewritten.append("++policy.by_device=null")  # presets for devices would replace what was given
     return rewritten
 
 
@@ -266,6 +273,9 @@ def _unused(task: str, given: Collection[str]) -> dict[str, str]:
         unused |= dict.fromkeys(("attention", "policy", "grammar"), ", which runs no model")
         if "simulate.fit" not in given:
             unused["kv"] = " without simulate.fit"
+    if task in ("bench_kernels", "tune"):
+        of_model = " (it has num_q_heads, num_kv_heads and head_dim)"
+        unused |= {"model": of_model, "scheduler": "", "policy": "", "grammar": ""}
     if task == "compare":
         if {"base", "new"} & {*given}:
             unused |= dict.fromkeys((*PLUGIN_GROUPS, "bench"), " with base and new, which have been measured")

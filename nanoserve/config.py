@@ -101,6 +101,10 @@ class EngineOptions:
         require_between("max_num_batched_tokens", 2**24, "2^24")
         require_between("max_model_len", 2**24, "2^24", optional=True)
         require("graph_max_tokens", 0 <= self.graph_max_tokens <= 2**16, "0 to 65536")
+        if self.enforce_eager:
+            legal = {"graph_capture": "lazy", "graph_max_tokens": EngineOptions.graph_max_tokens}
+            for key, default in legal.items():
+                require(key, getattr(self, key) == default, "left out with enforce_eager=true, which captures nothing")
         require("tensor_parallel_size", self.tensor_parallel_size == 1, "1 (tensor parallelism is not built yet)")
 
 
@@ -160,7 +164,7 @@ class EngineConfig:
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
         """From a composed configuration: one mapping per group, ``name`` beside the options of a plugin."""
         policy = dict(_mapping("policy", values["policy"]))
-        by_device = _mapping("policy.by_device", policy.pop("by_device", {}))
+        by_device = _mapping("policy.by_device", policy.pop("by_device", None) or {})
         return cls(
             model=build(ModelOptions, values["model"], "model"),
             engine=build(EngineOptions, values["engine"], "engine"),
@@ -216,8 +220,13 @@ def _load_choice(group: str, value: Any, more_paths: MorePaths) -> dict[str, Any
         value = {"name": value}
     given = dict(_mapping(group, value))
     stored = _stored(group, given.get("name"), more_paths)
+    if stored is None:
+        return given
+    options = {key: option for key, option in given.items() if key != "name"}
+    if group == "policy" and options:
+        stored.pop("by_device", None)  # presets for devices would replace what was given
     # The YAML of a preset (policy=h200) names the plugin it configures, so its name wins over the preset's.
-    return {**given, **stored, **{k: v for k, v in given.items() if k != "name"}} if stored is not None else given
+    return {**given, **stored, **options}
 
 
 def _load_model(value: Any, more_paths: MorePaths) -> Mapping[str, Any]:
@@ -384,7 +393,9 @@ def _mapping(key: str, value: Any) -> Mapping[str, Any]:
 
 
 def _mismatch(key: str, expected: Any, value: Any) -> ConfigError:
-    return ConfigError(f"{key}: expected {describe(expected)}, got {value!r}")
+    a_list = isinstance(value, str) and "list" in describe(expected) and not value.startswith("[")
+    hint = f"; one entry is written [{value}]" if a_list else ""
+    return ConfigError(f"{key}: expected {describe(expected)}, got {value!r}{hint}")
 
 
 def _join(prefix: str, key: object) -> str:

@@ -99,10 +99,13 @@ class Capabilities:
         return no
 
     def _device_refusals(self, need: Requirements) -> list[str]:
-        interpreted = need.device == "cpu" and self.interpretable and os.environ.get("TRITON_INTERPRET") == "1"
-        if need.device not in self.devices and not interpreted:
-            hint = "; TRITON_INTERPRET=1 runs it on the CPU, slowly" if self.interpretable else ""
-            return [f"does not run on {need.device} (it runs on {_words(sorted(self.devices))}{hint})"]
+        if need.device not in self.devices:
+            interpretable = need.device == "cpu" and self.interpretable
+            if not interpretable or os.environ.get("TRITON_INTERPRET") != "1":
+                hint = "; TRITON_INTERPRET=1 runs it on the CPU, slowly" if interpretable else ""
+                return [f"does not run on {need.device} (it runs on {_words(sorted(self.devices))}{hint})"]
+            if need.dtype == "bfloat16":
+                return ["is interpreted here, and Triton's interpreter multiplies bfloat16 matrices wrongly"]
         no = []
         have = need.compute_capability
         low, high = self.min_compute_capability, self.max_compute_capability

@@ -175,7 +175,8 @@ def run(job: Job) -> dict[str, Any]:
     for one in series:
         print_series(one, policy, wrong)
     for name in sorted(wrong):
-        print_line(f"{name} gave WRONG results and is in no rule; task=bench_kernels backends=[{name}] shows where")
+        how = f"task=bench_kernels backends=[{name}] kv={bench.kv} engine.dtype={job.config.engine.dtype}"
+        print_line(f"{name} gave WRONG results and is in no rule; {how} shows where")
     if left_out:
         print_line(f"left out: {', '.join(left_out)}")
     print_line(f"{environment(bench.device)['hardware']}: {len(points)} shapes in {time.perf_counter() - start:.0f} s")

@@ -238,3 +238,16 @@ def test_a_preset_measured_on_a_device_takes_the_place_of_the_policy_there():
     assert rtx3060[0]["use"] == ["triton_varlen", "sdpa"]
     with pytest.raises(ConfigError, match=r"policy.by_device.Moon: there is no policy/nowhere.yaml"):
         config.policy_on("Moon 1")
+
+
+def test_a_table_that_was_given_stays_where_there_is_a_preset():
+    table = [{"phase": "decode", "use": ["paged_v1"]}]
+    config = EngineConfig.from_kwargs(policy={"name": "auto", "table": table})
+    assert config.policy_on("NVIDIA H200").options == {"table": table}
+
+
+@pytest.mark.parametrize("option", [{"graph_capture": "start"}, {"graph_max_tokens": 100}])
+def test_eager_mode_and_options_of_graphs_exclude_each_other(option):
+    (key,) = option
+    with pytest.raises(ConfigError, match=f"engine.{key} must be left out with enforce_eager=true"):
+        EngineConfig.from_kwargs(enforce_eager=True, **option)

@@ -131,6 +131,10 @@ def test_the_command(cli: Cli):
         (["num_q_heads=5"], "multiple of num_kv_heads"),
         (["rounds=0"], "rounds"),
         (["kv=int8", "head_dim=0"], "head_dim"),
+        (["shapes=2x16"], "expected a list of str or null, got '2x16'; one entry is written [2x16]"),
+        (["model=qwen3_32b"], "does not use model (it has num_q_heads, num_kv_heads and head_dim)"),
+        (["scheduler=prefill_first"], "task=bench_kernels does not use scheduler; leave it out"),
+        (["backends=[paged_v1]", "engine.dtype=bfloat16"], "Triton's interpreter multiplies bfloat16 matrices wrongly"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(cli: Cli, monkeypatch, words, complaint):

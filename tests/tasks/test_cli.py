@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,22 @@ def test_prompt_from_standard_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 def test_rewriting_leaves_flags_and_other_values_alone() -> None:
     arguments = ["-m", "--config-dir=a=b", "kv=int8", "sampling.stop=['x','y']", "prompts=null"]
     assert rewrite(arguments) == arguments
+
+
+def test_a_policy_table_that_was_given_stays_where_there_is_a_preset(cli: Cli) -> None:
+    assert cli("policy.table=[{phase: decode, use: [paged_v1]}]", "prompt=a").code == 0
+    assert cli.llms[-1].job.config.policy_on("NVIDIA H200").options["table"][0]["use"] == ["paged_v1"]
+    assert cli("prompt=a").code == 0
+    assert len(cli.llms[-1].job.config.policy_on("NVIDIA H200").options["table"]) > 1
+
+
+def test_verbose_tells_what_is_built() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "nanoserve", "prompt=a", "sampling.max_tokens=1", "hydra.verbose=[nanoserve]"],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and "KV cache: " in run.stderr and "bytes = 2 (K and V)" in run.stderr
 
 
 # --- C46: strictness -----------------------------------------------------------------------------------------------

@@ -93,7 +93,10 @@ def throughput(llm: LLM, workload: Throughput) -> Measured:
 
     require_fit(llm, "input_len", workload.input_len[1] + workload.output_len[1])
     if workload.max_token_id >= llm.engine.vocab_size:
-        raise ConfigError(f"bench.max_token_id must be below the vocabulary's size, {llm.engine.vocab_size}")
+        raise ConfigError(
+            f"bench.max_token_id is {workload.max_token_id}, the vocabulary has {llm.engine.vocab_size}: "
+            "lower it, or measure another model (model=qwen3_0_6b model.load_format=dummy)"
+        )
     prompts, output_lens = workload.draw()
     params = [SamplingParams(temperature=workload.temperature, ignore_eos=True, max_tokens=n) for n in output_lens]
     warm_up(llm, prompts)
