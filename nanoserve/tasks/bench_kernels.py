@@ -106,7 +106,9 @@ def measure(bench: Bench, shape: KernelShape, backends: tuple[str, ...], with_to
     """Every candidate at ``shape``, the fastest first; one that failed or is wrong comes last."""
     try:
         timings = bench.measure(shape, backends, with_torch)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # of the CPU
+            raise
         timings = {"all": Timing(failed="the device has not enough memory for this shape")}
     best_of_torch = fastest(timings, [name for name in timings if name.startswith("torch ")])
     for name, timing in sorted(timings.items(), key=lambda item: (not item[1].valid, item[1].us or 0.0)):

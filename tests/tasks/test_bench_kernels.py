@@ -121,6 +121,15 @@ def test_the_command(cli: Cli):
     assert all(r["us"] > 0 and r["error"] < 1e-5 for r in record["results"])
 
 
+def test_a_shape_that_memory_cannot_hold_is_a_row_that_says_so(cli: Cli, monkeypatch):
+    def measure(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 409600000000 bytes.")
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    outcome = cli("task=bench_kernels", "phase=decode", "shapes=[9x90]", "backends=[sdpa]", "engine.device=cpu")
+    assert outcome.code == 0 and "not enough memory" in outcome.out
+
+
 @pytest.mark.parametrize(
     "words, complaint",
     [
