@@ -102,9 +102,9 @@ class EngineOptions:
         require_between("max_model_len", 2**24, "2^24", optional=True)
         require("graph_max_tokens", 0 <= self.graph_max_tokens <= 2**16, "0 to 65536")
         if self.enforce_eager:
-            legal = {"graph_capture": "lazy", "graph_max_tokens": EngineOptions.graph_max_tokens}
-            for key, default in legal.items():
-                require(key, getattr(self, key) == default, "left out with enforce_eager=true, which captures nothing")
+            for key in ("graph_capture", "graph_max_tokens"):
+                as_is = getattr(self, key) == getattr(EngineOptions, key)
+                require(key, as_is, "left out with enforce_eager=true, which captures nothing")
         require("tensor_parallel_size", self.tensor_parallel_size == 1, "1 (tensor parallelism is not built yet)")
 
 

@@ -40,7 +40,7 @@ log = logging.getLogger("nanoserve")
 NUM_INTS, NUM_FLOATS = 4, 5
 
 
-def buckets_up_to(max_num_seqs: int, multiple: int = 16) -> list[int]:
+def buckets_up_to(max_num_seqs: int, multiple: int) -> list[int]:
     """Captured batch sizes: 1, 2, 4, multiples of 8 to 64, of ``multiple`` to 256, of 32 beyond, and the limit."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, multiple), *range(256, max_num_seqs + 1, 32), max_num_seqs]
     return sorted({size for size in sizes if size <= max_num_seqs})
@@ -86,7 +86,7 @@ class DecodeGraphs:
         self.backend_for = backend_for
         self.max_model_len = max_model_len
         self.device = kv.shape.device
-        self.sizes = buckets_up_to(max_num_seqs, row_multiple(self.device, model.dtype))
+        self.sizes = buckets_up_to(max_num_seqs, row_multiple(model.layers[0].o.weight))
         self._buckets: dict[int, _Bucket] = {}
         self.pool = pool
         self._generation = rows.generation

@@ -157,10 +157,15 @@ def own_product(x: torch.Tensor, weight: torch.Tensor, swiglu: bool = False) -> 
     return functools.partial(skinny_linear, tile=tile)
 
 
-def row_multiple(device: torch.device, dtype: torch.dtype) -> int:
-    """To a multiple of how many tokens a captured step of 65 to 256 is best padded: of 64 where ``_wgmma.py`` serves,
-    whose tiles cost more when only part of them are tokens."""
-    return 64 if _has_wgmma(device, dtype) else 16
+def row_multiple(weight: torch.Tensor) -> int:
+    """To a multiple of how many tokens a captured step of 65 to 256 is best padded: of 64 where ``_wgmma.py`` serves
+    products with ``weight``, for its tiles cost more when only part of them are tokens."""
+    if not _has_wgmma(weight.device, weight.dtype):
+        return 16
+    from nanoserve.ops._wgmma import tile_for
+
+    n, k = weight.shape
+    return 64 if tile_for(128, n, k, swiglu=False) else 16
 
 
 def _has_wgmma(device: torch.device, dtype: torch.dtype) -> bool:

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from nanoserve.ops import linear
 from nanoserve.ops.activation import silu_and_mul_reference
 from nanoserve.ops.linear import linear_add_norm_, norm_linear, norm_swiglu
 from nanoserve.ops.norm import rms_norm_reference
@@ -35,6 +36,14 @@ def test_tiles_fit_a_multiprocessor():
         assert tile.split <= 8
     for n, k in ((4096, 2048), (1024, 1028), (1000, 1024), (64, 8192), (3072, 2048)):
         assert tile_for(64, n, k, False) is None
+
+
+def test_steps_are_padded_to_whole_tiles_where_there_are_any(monkeypatch):
+    pytest.importorskip("triton")
+    small, large = torch.empty(1024, 2048), torch.empty(4096, 4096, device="meta")
+    assert linear.row_multiple(small) == 16
+    monkeypatch.setattr(linear, "_has_wgmma", lambda device, dtype: True)
+    assert linear.row_multiple(small) == 64 and linear.row_multiple(large) == 16
 
 
 def compile_all():
