@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The composition of an engine: names of its plugins, its limits, the size of its KV pool."""
+    """The composition of an engine: names of its plugins, its limits, the size of its KV pool.
+
+    policy_origin: where the policy's options come from: policy/NAME.yaml, options given, or its defaults.
+    """
 
     model: str
     attention: dict[str, str]
@@ -22,6 +25,7 @@ class EngineInfo:
     num_blocks: int
     max_model_len: int
     grammar: str = ""
+    policy_origin: str = ""
 
 
 class Observer:

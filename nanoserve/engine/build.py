@@ -161,7 +161,10 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         grammar=grammar_spec.name,
+        policy_origin=config.policy_origin_on(device_name, registry.config_paths_for),
     )
+    attention = "; ".join(f"{phase} {names}" for phase, names in info.attention.items())
+    log.info("attention: %s; policy %s (%s)", attention, info.policy, info.policy_origin)
     eos = eos_token_ids(folder) if folder is not None else frozenset()
     tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
 

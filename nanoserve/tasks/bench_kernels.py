@@ -4,6 +4,7 @@ One run is one KV format and one block size; a sweep has more: ``-m kv=bf16,int8
 is measured stands in :mod:`nanoserve.tasks.kernels.measure`. The rate is that of the work which cannot be avoided, in
 prefill the FLOPs that the causal mask leaves, in decode the bytes of K and V; it is set beside what the device reached
 in the same run, in a matrix product and in a copy. A copy also writes: reading alone can be a little faster than 100 %.
+The exit status is 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from nanoserve.contracts.capabilities import PHASES, Phase
-from nanoserve.contracts.errors import ConfigError
+from nanoserve.contracts.errors import ConfigError, NanoserveError
 from nanoserve.tasks.bench.record import environment, print_line, print_table, write
-from nanoserve.tasks.kernels.measure import Bench, Effort, Heads, Timing, fastest
+from nanoserve.tasks.kernels.measure import TOLERANCES, Bench, Effort, Heads, Timing, fastest
 from nanoserve.tasks.kernels.shapes import CPU_TABLE, TABLE, KernelShape, parse_all
 
 if TYPE_CHECKING:
     from nanoserve.tasks import Job
 
 COLUMNS = ("shape", "kernel", "µs", "rate", "of ceiling", "× torch", "error", "")
+
+
+class WrongKernelError(NanoserveError):
+    """A kernel's result misses the reference."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ def run(job: Job) -> dict[str, Any]:
     print_line(conditions(bench))
     if output is not None:
         write(output, record(bench, results))
+    refuse_wrong(bench, results)
     return figures(results)
 
 
@@ -186,14 +192,25 @@ def record(bench: Bench, results: dict[Phase, list[Result]]) -> dict[str, Any]:
     }
 
 
+def refuse_wrong(bench: Bench, results: dict[Phase, list[Result]]) -> None:
+    """Raise WrongKernelError, which names shapes and kernels, if a result is wrong."""
+    wrong: dict[str, list[str]] = {}
+    for phase, of_phase in results.items():
+        for result in of_phase:
+            if result.timing.wrong:
+                wrong.setdefault(f"{phase} {result.shape.name}", []).append(result.name)
+    if wrong:
+        where = "; ".join(f"{shape}: {', '.join(names)}" for shape, names in wrong.items())
+        tolerance = f"{TOLERANCES[bench.dtype]:g}"
+        raise WrongKernelError(f"WRONG results, relative error above {tolerance} against float64, at {where}")
+
+
 def figures(results: dict[Phase, list[Result]]) -> dict[str, Any]:
     """Per shape the time of the best backend, torch's kernels left out."""
     found: dict[str, Any] = {}
-    wrong = 0
     for phase, of_phase in results.items():
         for result in of_phase:
-            wrong += result.timing.wrong
             key = f"{phase} {result.shape.name} µs"
             if result.timing.valid and not result.name.startswith("torch ") and key not in found:
                 found[key] = round(result.timing.us or 0.0, 2)
-    return {**found, "wrong kernels": wrong}
+    return found

@@ -104,7 +104,7 @@ def composition(llm: LLM) -> str:
     if info is None:
         return "engine without plugins"
     attention = ", ".join(f"{phase} {name}" for phase, name in info.attention.items())
-    return f"{info.model} · {attention} · kv {info.kv} · {info.scheduler} · policy {info.policy}"
+    return f"{info.model} · {attention} · kv {info.kv} · {info.scheduler} · policy {info.policy} ({info.policy_origin})"
 
 
 # --- a file of prompts -------------------------------------------------------------------------------------------

@@ -240,6 +240,23 @@ def test_a_preset_measured_on_a_device_takes_the_place_of_the_policy_there():
         config.policy_on("Moon 1")
 
 
+@pytest.mark.parametrize(
+    "policy, device, origin",
+    [
+        ("auto", "cpu", "policy/auto.yaml"),
+        ("auto", "NVIDIA H200", "policy/h200.yaml"),
+        ("rtx3060", "NVIDIA H200", "policy/rtx3060.yaml"),
+        ({"name": "auto", "by_device": {"H200": "rtx3060"}}, "NVIDIA H200", "policy/rtx3060.yaml"),
+        ({"name": "auto", "table": [{"phase": "decode", "use": ["sdpa"]}]}, "NVIDIA H200", "options given"),
+        ("somebody_s", "NVIDIA H200", "its defaults"),
+        ({"name": "somebody_s", "patience": 3}, "cpu", "options given"),
+    ],
+)
+def test_the_table_that_serves_is_named(policy, device, origin):
+    config = EngineConfig.from_kwargs(policy=policy)
+    assert config.policy_origin_on(device) == origin
+
+
 def test_a_table_that_was_given_stays_where_there_is_a_preset():
     table = [{"phase": "decode", "use": ["paged_v1"]}]
     config = EngineConfig.from_kwargs(policy={"name": "auto", "table": table})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.tasks.profile import Options, decode
 from tests.helpers.oracle import is_greedy
 from tests.helpers.tiny_model import build_tiny_model
 
@@ -96,8 +99,21 @@ def test_every_backend_equals_eager_sdpa_on_the_embedded_checkpoint(attention, k
     assert flips <= 0.03 * len(rows)
 
 
+def calls_of(steps: Callable[[], None]) -> dict[str, int]:
+    """How often ``steps()`` calls each of torch's operations and of the CUDA runtime; fails if it waits for the GPU."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        steps()
+    counts = {e.key: e.count for e in trace.key_averages()}
+    assert counts.get("aten::_local_scalar_dense", 0) == 0
+    assert counts.get("cudaStreamSynchronize", 0) == 0
+    assert counts.get("cudaDeviceSynchronize", 0) <= 1  # the profiler's own, when it stops
+    return counts
+
+
 def test_a_decode_step_reads_nothing_back_but_its_tokens():
-    from torch.profiler import ProfilerActivity, profile
+    def steps() -> None:
+        for _ in range(10):
+            llm.engine.step()
 
     with LLM("tiny", device="cuda", dtype="bfloat16", num_kv_blocks=2000) as llm:
         llm.generate(TEXTS, GREEDY)
@@ -105,14 +121,68 @@ def test_a_decode_step_reads_nothing_back_but_its_tokens():
             llm.engine.add_request(str(i), llm.tokenizer.encode(text), replace(GREEDY, max_tokens=64))
         for _ in range(6):
             llm.engine.step()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-            for _ in range(10):
-                llm.engine.step()
-    counts = {e.key: e.count for e in trace.key_averages()}
-    assert counts.get("aten::_local_scalar_dense", 0) == 0
-    assert counts.get("cudaStreamSynchronize", 0) == 0
-    assert counts.get("cudaDeviceSynchronize", 0) <= 1  # the profiler's own, when it stops
+        counts = calls_of(steps)
     assert counts.get("cudaGraphLaunch", 0) == 10  # model and sampler are one graph
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_a_step_of_decode_and_prompts_reads_nothing_back_but_its_tokens(kv):
+    """A request arrives before every step, and less and less of a step is left for its prompt. All steps run twice:
+    the first time they compile and capture, the second time they are traced."""
+    params = replace(GREEDY, max_tokens=64)
+    prompt = list(range(60))
+    launched: list[tuple[int, list[int]]] = []  # decoding sequences, tokens of each prompt
+
+    def arrive() -> None:
+        for i in range(10):
+            llm.engine.add_request(f"new {i}", prompt, replace(params, temperature=i % 2, seed=i))
+            llm.engine.step()
+
+    with LLM(
+        "tiny",
+        device="cuda",
+        dtype="bfloat16",
+        kv=kv,
+        num_kv_blocks=2000,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+    ) as llm:
+        runner = llm.engine.runner
+        launch = runner.launch
+
+        def noted(schedule):
+            launched.append((len(schedule.decode), [count for _, count in schedule.prefill]))
+            return launch(schedule)
+
+        runner.launch = noted
+        rounds = []
+        counts: dict[str, int] = {}
+        for run in (arrive, lambda: counts.update(calls_of(arrive))):
+            launched.clear()
+            for i in range(4):
+                llm.engine.add_request(str(i), prompt, params)
+            for _ in range(8):
+                llm.engine.step()
+            run()
+            rounds.append(launched[:])
+            for request_id in list(llm.engine.requests):
+                llm.engine.abort(request_id)
+            while llm.engine.has_work:
+                llm.engine.step()
+        num_layers = runner.model.config.num_hidden_layers
+    assert rounds[0] == rounds[1] and len(rounds[1]) == 8 + 10
+    traced = rounds[1][8:]
+    assert all(num_decode and prompts for num_decode, prompts in traced)
+    assert any(len(prompts) > 1 for _, prompts in traced)  # the end of one and the beginning of another
+    assert counts.get("cudaGraphLaunch", 0) == 10 * (num_layers + 1)  # all but the attentions
+
+
+def test_the_gpu_is_hardly_ever_idle_while_a_large_batch_decodes():
+    """Steps of some milliseconds, in which the host prepares the next one with time to spare."""
+    with LLM("qwen3_0_6b", load_format="dummy", device="cuda", kv="bf16", num_kv_blocks=6000) as llm:
+        trace = decode(llm, Options(batch=128, context=512), None, lambda what: None).trace
+    assert trace.on_gpu and trace.steps == 20
+    assert trace.idle_share <= 0.05, f"{trace.idle_share:.1%} of {trace.span / trace.steps / 1e3:.2f} ms a step"
 
 
 def test_graphs_are_captured_while_dead_ones_wait_for_the_collector():

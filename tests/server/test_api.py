@@ -494,6 +494,7 @@ def test_live_figures_and_composition(server: Server) -> None:
     assert stats["state"] == "ready" and stats["generation_tokens_per_s"] > 0 and stats["ttft_p50_ms"] > 0
     composition = server.http.get("/composition").json()
     assert composition["scheduler"] == "decode_first" and composition["engine"]["max_model_len"] == 256
+    assert (composition["policy"], composition["policy_origin"]) == ("auto", "policy/auto.yaml")
 
 
 def test_the_log_has_no_prompts(server: Server) -> None:

@@ -135,7 +135,8 @@ def test_a_refusal_is_shown_in_the_server_s_words(page):
 
 
 def test_the_composition_and_the_figures_are_there(page, slow_server):
-    for word in ("sdpa", "bf16", "slow", "auto", "llguidance", str(slow_server.stats()["num_blocks"])[:1]):
+    blocks = str(slow_server.stats()["num_blocks"])
+    for word in ("sdpa", "bf16", "slow", "auto (policy/auto.yaml)", "llguidance", blocks[:1]):
         assert word in text(page, "composition")
     assert "tiny" in text(page, "subtitle")
     click(page, "send")

@@ -83,7 +83,7 @@ def test_a_wrong_kernel_is_marked_and_never_the_best():
     assert by_name["failing"].failed == "RuntimeError: no such luck" and by_name["failing"].us is None
     assert {result.name for result in results[:2]} == {"sdpa", "torch sdpa"}
     found = figures({"decode": results})
-    assert found["wrong kernels"] == 2 and found["decode 2x9 µs"] == round(by_name["sdpa"].us, 2)
+    assert found == {"decode 2x9 µs": round(by_name["sdpa"].us, 2)}
 
 
 def test_rates_are_those_of_the_work_that_cannot_be_avoided():
@@ -119,6 +119,24 @@ def test_the_command(cli: Cli):
         (phase, kernel) for phase in ("prefill", "decode") for kernel in ("sdpa", "torch sdpa")
     }
     assert all(r["us"] > 0 and r["error"] < 1e-5 for r in record["results"])
+
+
+def test_a_wrong_kernel_ends_the_command_with_an_error_after_everything_else(cli: Cli, monkeypatch):
+    """One that raises has no result, and is none that is wrong."""
+    plain = Registry.discover
+    monkeypatch.setattr(Registry, "discover", lambda: plain(extra=(Plugin(),)))
+    words = ("task=bench_kernels", "engine.device=cpu", "shapes=[2x9,2x5]", "output=kernels.json")
+    outcome = cli(*words, "backends=[zeros,lazy,failing,sdpa]")
+    assert outcome.code == 1
+    assert outcome.out.count("WRONG") == 4 and "no such luck" in outcome.out and "say nothing about" in outcome.out
+    assert len(json.loads(Path("kernels.json").read_text())["results"]) == 2 * 2 + 2 * 5  # torch's is one of them
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("nanoserve: error: WRONG results, relative error above 1e-05")
+    shapes = line.partition(" at ")[2].split("; ")
+    assert [(shape[:10], {*shape[12:].split(", ")}) for shape in shapes] == [
+        ("decode 2x9", {"zeros", "lazy"}), ("decode 2x5", {"zeros", "lazy"}),
+    ]  # fmt: skip
+    assert cli(*words, "backends=[failing,sdpa]").code == 0
 
 
 def test_a_shape_that_memory_cannot_hold_is_a_row_that_says_so(cli: Cli, monkeypatch):

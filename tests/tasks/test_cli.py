@@ -111,6 +111,8 @@ def test_verbose_tells_what_is_built() -> None:
         text=True,
     )
     assert run.returncode == 0 and "KV cache: " in run.stderr and "bytes = 2 (K and V)" in run.stderr
+    assert re.search(r"(?m)^attention: prefill .*; decode .*; policy auto \(policy/auto.yaml\)$", run.stderr)
+    assert "· policy auto (policy/auto.yaml)]" in run.stderr
 
 
 # --- C46: strictness -----------------------------------------------------------------------------------------------

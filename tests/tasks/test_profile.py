@@ -217,6 +217,7 @@ def test_the_command(cli: Cli, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint:
     assert names["decode"] == 4 and names["schedule"] == 4 + 6  # warm-up steps are in the trace, but not marked
     page = Path("profile/profile.md").read_text()
     assert page.startswith("# Profile of ") and "## What to optimise next\n\n1. " in page and "| decode |" in page
+    assert "; policy auto (policy/auto.yaml)" in page
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,8 @@ def composition(record: Mapping[str, Any]) -> str:
     engine = record.get("engine", {})
     chosen = {phase: "|".join(counts) for phase, counts in (record.get("attention") or {}).items()}
     attention = "; ".join(f"{phase} {names}" for phase, names in (chosen or engine.get("attention") or {}).items())
+    if "policy_origin" in engine:  # older records have none
+        attention += f"; policy {engine['policy']} ({engine['policy_origin']})"
     return f"{engine.get('model')}, kv {engine.get('kv')}, scheduler {engine.get('scheduler')}, attention: {attention}"
 
 
