@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.layers import WeightShard, linear, make_linear, packed, whole
 from nanoserve.models.parallel import ParallelContext
 from nanoserve.models.rope import build_cos_sin
+from nanoserve.ops.embedding import embedding
 from nanoserve.ops.linear import Norm
 
 
@@ -123,7 +123,7 @@ class Qwen3ForCausalLM:
         input_ids: ``[T]`` int32 or int64, all in ``[0, vocab_size)``. Their positions are ``step``'s affair.
         """
         eps, cos_sin = self.config.rms_norm_eps, self.cos_sin
-        residual = F.embedding(input_ids, self.embed_tokens).to(residual_dtype_of(self.dtype))
+        residual = embedding(input_ids, self.embed_tokens, residual_dtype_of(self.dtype))
         norm = Norm(residual, self.layers[0].input_norm, eps)
         following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for layer, next_norm in zip(self.layers, following, strict=True):

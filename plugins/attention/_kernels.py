@@ -283,7 +283,6 @@ def _plan(
     batch,
     programs,
     STEP: tl.constexpr,
-    MIN_STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """See ``WorkList``. One program; BLOCK is batch padded to a power of two."""
@@ -291,8 +290,7 @@ def _plan(
     context_len = tl.load(context_lens + seq, mask=seq < batch, other=0)
     steps = tl.cdiv(context_len, STEP)
     total = tl.sum(steps, 0)
-    chunk = tl.maximum(tl.cdiv(total, programs), tl.minimum(tl.cdiv(2 * total, programs), MIN_STEPS))
-    chunk = tl.maximum(chunk, 1)
+    chunk = tl.maximum(tl.cdiv(total, programs), 1)
     used = tl.cdiv(total, chunk)
     before = tl.cumsum(steps, 0) - steps
     opening = before // chunk  # the chunk in which a sequence begins
@@ -435,9 +433,9 @@ class WorkList:
     """A decode batch cut by the device, once per step, into even shares for kernels whose grid is (kv_heads, programs).
 
     The contexts of a batch, in steps of some tokens, are laid end to end and cut into ``programs`` chunks of equal
-    length (shorter than ``min_steps`` only as long as half of the programs are idle). So every program has the same
-    work whatever the lengths are, most sequences of a large batch stay whole, and one CUDA graph serves all contexts.
-    A program does the items of its chunk in turn; only the first and the last of them can be parts of a sequence.
+    length. So every program has the same work whatever the lengths are, most sequences of a large batch stay whole, and
+    one CUDA graph serves all contexts. A program does the items of its chunk in turn; only the first and the last of
+    them can be parts of a sequence.
 
     items: int32 ``[programs + max_num_seqs + 1, ITEM]``: sequence, first token, end token, first item of the sequence,
     pieces of the sequence; the rest is padding. shares: int32 ``[programs, SHARE]``, per program its first item, the
@@ -448,8 +446,7 @@ class WorkList:
     arrived: int32 ``[max_num_seqs, kv_heads]``, pieces done; whoever does the last one merges and resets it to 0.
     """
 
-    def __init__(self, context: AttentionContext, width: int, programs: int, min_steps: int = 1) -> None:
-        self.min_steps = min_steps
+    def __init__(self, context: AttentionContext, width: int, programs: int) -> None:
         device, kv_heads, max_num_seqs = context.device, context.num_kv_heads, context.max_num_seqs
         most_items = programs + max_num_seqs + 1
         partial = (most_items, kv_heads, context.num_q_heads // kv_heads)
@@ -476,7 +473,6 @@ class WorkList:
             meta.num_seqs,
             programs,
             STEP=step,
-            MIN_STEPS=self.min_steps,
             BLOCK=block,
             num_warps=4 if block > 64 else 1,
         )

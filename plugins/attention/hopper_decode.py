@@ -55,8 +55,9 @@ class HopperDecodeBackend(AttentionBackend):
             raise ValueError("hopper_decode cannot be interpreted; paged_v2_split is its portable twin")
         self.qk_scale = qk_scale(context)
         self.quantized = context.kv.name == "int8"
-        # 8 warps of a multiprocessor keep 8 KiB each in flight; INT8 has half of that and needs all that fit.
-        self.num_warps, per_multiprocessor = (2, {True: 8, False: 6}) if self.quantized else (4, {True: 2, False: 2})
+        # 8 warps of a multiprocessor keep 8 KiB each in flight; INT8 has half of that and needs all that fit, but for
+        # one program while another kernel is to start beside it and merge.
+        self.num_warps, per_multiprocessor = (2, {True: 8, False: 5}) if self.quantized else (4, {True: 2, False: 2})
         # No limit for 16 bits, lest a third program fit: where the kernel before drains, some multiprocessors would
         # get three and others one.
         self.max_registers = {True: 128, False: 168} if self.quantized else {True: None, False: None}
@@ -64,7 +65,7 @@ class HopperDecodeBackend(AttentionBackend):
             fused_merge: options.num_splits or max(1, n * gpu.multiprocessors // context.num_kv_heads)
             for fused_merge, n in per_multiprocessor.items()
         }
-        self.work = WorkList(context, context.head_dim, max(self.programs.values()), min_steps=2)
+        self.work = WorkList(context, context.head_dim, max(self.programs.values()))
 
     def launch(self, num_seqs: int) -> tuple[int, int, bool]:
         """Warps per program, programs per KV head, and whether these merge what they have cut: with more pieces, a
@@ -425,8 +426,9 @@ def hopper_decode_kernel(
     end = gl.load(share + 4)
     is_last_piece = gl.load(share + 5) + gl.load(share + 6) == item + 1
     steps = gl.load(share + 7)
-    if item == stop:
-        gdc_wait()
+    if item == stop:  # idle; the others leave at once, and make room for the next kernel's programs
+        if program == 0:  # so that this launch does not end before the one ahead of it
+            gdc_wait()
         return
 
     # Older than the kernel before: the plan (see ``WorkList.plan``), the block table, all tokens but the newest.

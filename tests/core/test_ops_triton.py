@@ -34,6 +34,20 @@ def relative_error(ours, reference):
     return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
+# -- embeddings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("weight_dtype", "dtype"), [(torch.float16, torch.float32), (torch.float32, torch.float32)])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_embedding(ids_dtype, weight_dtype, dtype):
+    weight = randn(9, 96, dtype=weight_dtype)
+    ids = torch.tensor([0, 8, 3, 3, 8], dtype=ids_dtype, device=DEVICE)
+    for taken in (ids, ids[:0]):
+        ours = _elementwise.embedding(taken, weight, dtype)
+        assert ours.dtype == dtype
+        assert torch.equal(ours, weight[taken.long()].to(dtype))
+
+
 # -- norms, activation ------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +309,7 @@ def launches():
     vectors = [tensor(8, dtype=int32) for _ in range(4)]
     inputs = DecodeInputs.empty(8, 2560, torch.device("cpu"))
     return {
+        "embedding": lambda: _elementwise.embedding(vectors[0], tensor(512, 1024), torch.bfloat16),
         "norm": lambda: _elementwise.rms_norm(tensor(1, 1024), tensor(1024), 1e-6, tensor(1, 1024)),
         "norm of many": lambda: _elementwise.rms_norm(tensor(2048, 1024), tensor(1024), 1e-6),
         "wide norm": lambda: _elementwise.rms_norm(tensor(1, 4096), tensor(4096), 1e-6),
@@ -348,7 +363,7 @@ def test_kernels_compile_without_spills(capability):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout.splitlines()[-1])
-    assert len(reports) == 15
+    assert len(reports) == 16
     for name, report in reports.items():
         assert report["stack"] == 0, name
         waits = [i for i, line in enumerate(report["sass"]) if "ACQBULK" in line]

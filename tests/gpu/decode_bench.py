@@ -69,7 +69,7 @@ def make_backend(name, context):
             )
     if numbers:
         width, programs = backend.work.partial.shape[-1], numbers[-2]
-        backend.work = _kernels.WorkList(context, width, programs, backend.work.min_steps)
+        backend.work = _kernels.WorkList(context, width, programs)
     return backend
 
 
