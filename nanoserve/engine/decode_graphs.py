@@ -102,6 +102,10 @@ class DecodeGraphs:
         self._last_ints = np.zeros((4, 0), np.int32)
         self._sampler_generation = -1
 
+    def size_for(self, num_seqs: int) -> int:
+        """The captured batch size that serves ``num_seqs``; beyond the largest one, ``num_seqs``."""
+        return next((size for size in self.sizes if size >= num_seqs), num_seqs)
+
     def launch(self, decode: list[Sequence]) -> SamplerOutput:
         """One step of ``decode``, whose blocks have just been granted. Results follow its order.
 
@@ -111,7 +115,7 @@ class DecodeGraphs:
             self._buckets.clear()
             self._generation = self.rows.generation
         n = len(decode)
-        size = next(s for s in self.sizes if s >= n)
+        size = self.size_for(n)
         bucket = self._buckets.get(size)
         if bucket is None:
             bucket = self._buckets[size] = self._make(size)

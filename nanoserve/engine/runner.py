@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from nanoserve.contracts.attention import AttentionBackend
 from nanoserve.contracts.kvcache import KVCacheFormat
@@ -173,9 +174,13 @@ class ModelRunner:
         hidden = self._forward(batch)
         if not batch.sampled:  # unfinished chunks only
             return self._launched([], batch.chunks, None)
+        n = len(batch.sampled)
         if batch.logits_index is not None:
-            hidden = hidden.index_select(0, batch.logits_index)
-        logits = self.model.compute_logits(hidden, self.model.dtype if plan.is_plain else torch.float32)
+            index = batch.logits_index
+            if self.decode_graphs is not None:  # other sizes are other kernels, to be loaded while the GPU waits
+                index = F.pad(index, (0, self.decode_graphs.size_for(n) - n))
+            hidden = hidden.index_select(0, index)
+        logits = self.model.compute_logits(hidden, self.model.dtype if plan.is_plain else torch.float32)[:n]
         output = self.sampler(logits, plan, batch.sampled_rows, self.rows.last_tokens)
         return self._launched(batch.sampled, batch.chunks, output)
 

@@ -135,6 +135,23 @@ def test_more_sequences_than_any_captured_size_run_eagerly(tiny_folder):
     assert all(is_greedy(oracle, p, o.token_ids) for p, o in zip(prompts, outputs, strict=True))
 
 
+def test_logits_of_mixed_steps_have_the_sizes_of_captured_ones(tiny_folder, monkeypatch):
+    """Whatever the batch: for a size that it has not met, a library loads kernels, and waits for the GPU to do so."""
+    folder, _ = tiny_folder
+    prompts = prompts_of(random.Random(3), 8)
+    with make(folder, max_num_batched_tokens=32) as llm:
+        model, rows = llm.engine.runner.model, []
+        compute_logits = model.compute_logits
+        monkeypatch.setattr(
+            model, "compute_logits", lambda hidden, dtype: rows.append(len(hidden)) or compute_logits(hidden, dtype)
+        )
+        monkeypatch.setattr(llm.engine.runner.decode_graphs, "sizes", [4, 8])
+        outputs = llm.generate(prompts, GREEDY)
+    assert set(rows) == {4, 8}
+    with make(folder) as llm:
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in llm.generate(prompts, GREEDY)]
+
+
 def test_a_prompt_that_fills_the_context(tiny_folder):
     folder, oracle = tiny_folder
     prompt = [random.Random(3).randrange(512) for _ in range(254)]
