@@ -426,8 +426,8 @@ def hopper_decode_kernel(
     end = gl.load(share + 4)
     is_last_piece = gl.load(share + 5) + gl.load(share + 6) == item + 1
     steps = gl.load(share + 7)
-    if item == stop:  # idle; the others leave at once, and make room for the next kernel's programs
-        if program == 0:  # so that this launch does not end before the one ahead of it
+    if item == stop:  # idle: it leaves, which makes room for the next kernel's programs
+        if program == 0:  # but for this one, so that the launch does not end before the one ahead of it
             gdc_wait()
         return
 
