@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoserve import LLM
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.scheduling import Schedule, SchedulerLimits
 from nanoserve.engine.block_manager import BlockManager
@@ -30,6 +31,7 @@ from nanoserve.tasks import Job
 from nanoserve.tasks.bench import html
 from nanoserve.tasks.bench.record import Backends
 from nanoserve.tasks.bench.serve import Run, drive, resolve
+from nanoserve.tasks.bench.synthetic import Latency, latency
 from nanoserve.workload import Request, Workload
 from tests.tasks.conftest import Cli
 
@@ -426,3 +428,25 @@ def test_the_older_kinds_work_as_they_did(real: Any, tiny_checkpoint: Path, cli:
     shape = ["bench.batches=[2]", "bench.context=16", "bench.output_len=12", "bench.prompts=[[2,8]]", "bench.repeat=1"]
     run = cli(*model, "bench=latency", *shape)
     assert run.code == 0 and set(json.loads(Path("a.json").read_text())["figures"]) == {"TTFT 2x8 ms", "TPOT b2 ms"}
+
+
+@pytest.mark.parametrize("batch", [1, 6, 16])
+def test_latency_is_that_of_the_context_asked_for(tiny_checkpoint: Path, batch: int) -> None:
+    """However long it takes to read all prompts, while the first of them decode already."""
+    workload = Latency("latency", batches=[batch], context=48, output_len=24, prompts=[], repeat=1)
+    options: dict[str, Any] = {"num_kv_blocks": 256, "max_num_batched_tokens": 64, "device": "cpu", "overlap": False}
+    with LLM(str(tiny_checkpoint), **options) as llm:
+        engine, contexts = llm.engine, []
+        step = engine.step
+
+        def stepped() -> Any:
+            outputs = step()
+            if len(engine.scheduler.running) == batch and not engine.scheduler.waiting:
+                contexts.append(sum(seq.num_tokens for seq in engine.scheduler.running) / batch)
+            return outputs
+
+        engine.step = stepped  # type: ignore[method-assign]
+        latency(llm, workload)
+    window = contexts[len(contexts) // 2 :]  # the first round warms up
+    assert 20 <= len(window) <= 30
+    assert abs(sum(window) / len(window) - 48) <= 2

@@ -143,16 +143,15 @@ def latency(llm: LLM, workload: Latency) -> Measured:
         top = min(10000, llm.engine.vocab_size - 1)
         return [[rng.randint(0, top) for _ in range(length)] for _ in range(count)]
 
-    prompt_len = max(1, workload.context - workload.output_len // 2)
-    # The first prompts decode while the last are still being read: let them not end before the window does.
-    lengths = {
-        count: workload.output_len + count * prompt_len // llm.config.engine.max_num_batched_tokens
-        for count in workload.batches
-    }
+    # The first prompts decode while the last are still being read. Let them not end before a window of output_len steps
+    # does, in the middle of which the mean context is the one asked for.
+    early = {n: n * workload.context // llm.config.engine.max_num_batched_tokens for n in workload.batches}
+    prompt_lens = {n: max(1, workload.context - (workload.output_len + steps) // 2) for n, steps in early.items()}
+    lengths = {n: workload.output_len + steps for n, steps in early.items()}
     for _, length in workload.prompts:
         require_fit(llm, "prompts", length + 1)
-    for longer in lengths.values():
-        require_fit(llm, "context", prompt_len + longer)
+    for count, length in lengths.items():
+        require_fit(llm, "context", prompt_lens[count] + length)
     if (most := max(workload.batches, default=0)) > (limit := llm.config.engine.max_num_seqs):
         raise ConfigError(f"bench.batches: {most} sequences exceed engine.max_num_seqs={limit}; raise it")
     report = Measured("latency", ["measure", "batch", "tokens", "median ms", "min ms", "prefill tok/s"])
@@ -169,9 +168,9 @@ def latency(llm: LLM, workload: Latency) -> Measured:
         rate = round(count * length / median * 1e3)
         report.rows.append(["TTFT", count, length, round(median, 2), round(min(times), 2), rate])
         report.figures[f"TTFT {count}x{length} ms"] = round(median, 2)
-    for count, longer in lengths.items():
-        params = SamplingParams(temperature=0.6, seed=1, ignore_eos=True, max_tokens=longer)
-        times = [tpot(llm, batch(count, prompt_len), params) for _ in range(workload.repeat + 1)][1:]
+    for count, length in lengths.items():
+        params = SamplingParams(temperature=0.6, seed=1, ignore_eos=True, max_tokens=length)
+        times = [tpot(llm, batch(count, prompt_lens[count]), params) for _ in range(workload.repeat + 1)][1:]
         median = statistics.median(times)
         report.rows.append(["TPOT", count, workload.context, round(median, 3), round(min(times), 3), ""])
         report.figures[f"TPOT b{count} ms"] = round(median, 3)
