@@ -193,7 +193,7 @@ def job(values: DictConfig) -> None:
     except (Exception, SystemExit) as error:  # a plugin may call sys.exit
         if not in_sweep:
             raise JobFailedError from error
-        sweep.record(error=one_line(error), traceback=traceback.format_exc())
+        sweep.record(getattr(error, "figures", None), one_line(error), traceback.format_exc())
 
 
 # --- before Hydra --------------------------------------------------------------------------------------------------

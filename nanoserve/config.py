@@ -174,26 +174,35 @@ class EngineConfig:
 
     def policy_on(self, device_name: str, more_paths: MorePaths = no_more_paths) -> PluginChoice:
         """The policy on a device of this name. Raises ConfigError if its preset does not exist."""
-        for part, preset in self._presets_on(device_name):
-            stored = _stored("policy", preset, more_paths)
-            if stored is None:
-                raise ConfigError(f"policy.by_device.{part}: there is no policy/{preset}.yaml")
-            return _plugin_choice("policy", stored)
-        return self.policy
+        part = self._part_of(device_name)
+        if part is None:
+            return self.policy
+        stored = _stored("policy", preset := self.policy_by_device[part], more_paths)
+        if stored is None:
+            raise ConfigError(f"policy.by_device.{part}: there is no policy/{preset}.yaml")
+        stored.pop("by_device", None)  # of a preset nobody asks
+        return _plugin_choice("policy", stored)
 
     def policy_origin_on(self, device_name: str, more_paths: MorePaths = no_more_paths) -> str:
-        """Where the options of :meth:`policy_on` come from, in words: ``policy/NAME.yaml`` if that has them."""
-        for _, preset in self._presets_on(device_name):
-            return f"policy/{preset}.yaml"
+        """Where the options of :meth:`policy_on` come from, in words: ``policy/NAME.yaml`` if that has just these."""
+        from omegaconf.errors import OmegaConfBaseException
+
+        part = self._part_of(device_name)
+        if part is not None:
+            return f"policy/{self.policy_by_device[part]}.yaml"
         for name in dict.fromkeys([self.policy.name, *group_names("policy")]):
-            stored = _stored("policy", name, more_paths) or {}
+            try:
+                stored = _stored("policy", name, more_paths) or {}
+            except OmegaConfBaseException:  # it refers to the rest of the configuration
+                continue
             stored.pop("by_device", None)
             if stored == {"name": self.policy.name, **self.policy.options}:
                 return f"policy/{name}.yaml"
-        return "options given" if self.policy.options else "its defaults"
+        return "options of its own" if self.policy.options else "its defaults"
 
-    def _presets_on(self, device_name: str) -> list[tuple[str, str]]:
-        return [(part, p) for part, p in self.policy_by_device.items() if part.lower() in device_name.lower()]
+    def _part_of(self, device_name: str) -> str | None:
+        """The key of ``policy_by_device`` that a device of this name goes by."""
+        return next((part for part in self.policy_by_device if part.lower() in device_name.lower()), None)
 
     @classmethod
     def from_kwargs(cls, *, more_paths: MorePaths = no_more_paths, **keywords: Any) -> EngineConfig:

@@ -15,6 +15,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,13 @@ def folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def record(figures: dict[str, Any] | None = None, error: str | None = None, traceback: str | None = None) -> None:
+def record(figures: Mapping[str, Any] | None = None, error: str | None = None, traceback: str | None = None) -> None:
     """Write the outcome of the current job into its folder."""
     hydra = HydraConfig.get()
     outcome = {
         "job": hydra.job.num,
         "overrides": _overrides(list(hydra.overrides.task)),
-        "figures": figures or {},
+        "figures": dict(figures or {}),
         "error": error,
         "traceback": traceback,
     }

@@ -4,9 +4,15 @@ Every message says what is wrong and what would be right. Each class also inheri
 caller who does not know nanoserve would catch.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 
 class NanoserveError(Exception):
-    """Base of every error that nanoserve raises on purpose."""
+    """Base of every error that nanoserve raises on purpose. figures: what a task had measured before it failed."""
+
+    figures: Mapping[str, Any] = MappingProxyType({})
 
 
 class ConfigError(NanoserveError, ValueError):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 class EngineInfo:
     """The composition of an engine: names of its plugins, its limits, the size of its KV pool.
 
-    policy_origin: where the policy's options come from: policy/NAME.yaml, options given, or its defaults.
+    policy_origin: where the policy's options come from, in words: policy/NAME.yaml, options of its own, its defaults;
+    or that it has no choice, since every phase has one backend.
     """
 
     model: str

@@ -151,6 +151,9 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     if config.attention.name != "auto":
         selector.build(config.attention.name)  # now, because its factory may still refuse a combination of options
     rows = RowState(2 * options.max_num_seqs, -(-max_model_len // options.block_size), device)
+    origin = "has no choice"
+    if any(len(names) > 1 for names in candidates.values()):
+        origin = config.policy_origin_on(device_name, registry.config_paths_for)
     info = EngineInfo(
         model=config.model.name or str(config.model.path),
         attention={phase: "|".join(names) for phase, names in candidates.items()},
@@ -161,7 +164,7 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         grammar=grammar_spec.name,
-        policy_origin=config.policy_origin_on(device_name, registry.config_paths_for),
+        policy_origin=origin,
     )
     attention = "; ".join(f"{phase} {names}" for phase, names in info.attention.items())
     log.info("attention: %s; policy %s (%s)", attention, info.policy, info.policy_origin)

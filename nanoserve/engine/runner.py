@@ -177,8 +177,9 @@ class ModelRunner:
         n = len(batch.sampled)
         if batch.logits_index is not None:
             index = batch.logits_index
-            if self.decode_graphs is not None:  # other sizes are other kernels, to be loaded while the GPU waits
-                index = F.pad(index, (0, self.decode_graphs.size_for(n) - n))
+            size = n if self.decode_graphs is None else self.decode_graphs.size_for(n)
+            if size > n:  # other sizes are other kernels of cuBLAS, to be loaded while the GPU waits
+                index = F.pad(index, (0, size - n))
             hidden = hidden.index_select(0, index)
         logits = self.model.compute_logits(hidden, self.model.dtype if plan.is_plain else torch.float32)[:n]
         output = self.sampler(logits, plan, batch.sampled_rows, self.rows.last_tokens)

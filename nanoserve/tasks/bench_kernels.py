@@ -91,8 +91,9 @@ def run(job: Job) -> dict[str, Any]:
     print_line(conditions(bench))
     if output is not None:
         write(output, record(bench, results))
-    refuse_wrong(bench, results)
-    return figures(results)
+    measured = figures(results)
+    refuse_wrong(bench, results, measured)
+    return measured
 
 
 def chosen_backends(bench: Bench, phase: Phase, wanted: list[str] | None) -> tuple[str, ...]:
@@ -192,7 +193,7 @@ def record(bench: Bench, results: dict[Phase, list[Result]]) -> dict[str, Any]:
     }
 
 
-def refuse_wrong(bench: Bench, results: dict[Phase, list[Result]]) -> None:
+def refuse_wrong(bench: Bench, results: dict[Phase, list[Result]], measured: dict[str, Any]) -> None:
     """Raise WrongKernelError, which names shapes and kernels, if a result is wrong."""
     wrong: dict[str, list[str]] = {}
     for phase, of_phase in results.items():
@@ -202,7 +203,9 @@ def refuse_wrong(bench: Bench, results: dict[Phase, list[Result]]) -> None:
     if wrong:
         where = "; ".join(f"{shape}: {', '.join(names)}" for shape, names in wrong.items())
         tolerance = f"{TOLERANCES[bench.dtype]:g}"
-        raise WrongKernelError(f"WRONG results, relative error above {tolerance} against float64, at {where}")
+        error = WrongKernelError(f"WRONG results, relative error above {tolerance} against float64, at {where}")
+        error.figures = measured
+        raise error
 
 
 def figures(results: dict[Phase, list[Result]]) -> dict[str, Any]:

@@ -1,12 +1,17 @@
 """The suite runs where the kernel does, on a Hopper GPU; test_compile_decode.py compiles it everywhere."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
+from nanoserve.contracts.attention import AttentionContext
 from nanoserve.registry import Registry
 from nanoserve.testing import AttentionBackendSuite
 from nanoserve.testing.attention import make_case, make_context
 from nanoserve.testing.kvcache import tensors
+from nanoserve_plugins.attention._kernels import GPU
 from nanoserve_plugins.attention.hopper_decode import HopperDecodeBackend, HopperDecodeConfig
 
 
@@ -45,3 +50,25 @@ def test_refuses_to_be_interpreted() -> None:
     context = make_context(Registry.discover().get("kvcache", "bf16"), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="paged_v2_split is its portable twin"):
         HopperDecodeBackend(context, HopperDecodeConfig())
+
+
+@pytest.mark.parametrize(
+    "kv_format, num_seqs, expected",
+    [
+        ("bf16", 1, (4, 33, False)),
+        ("bf16", 256, (4, 32, True)),
+        ("int8", 1, (2, 82, False)),
+        ("int8", 7, (2, 77, False)),
+        ("int8", 8, (2, 128, True)),
+        ("int8", 300, (2, 132, True)),
+    ],
+)
+def test_launch_on_132_multiprocessors(kv_format: str, num_seqs: int, expected: tuple[int, int, bool]) -> None:
+    kv = SimpleNamespace(name=kv_format)
+    cpu = torch.device("cpu")
+    context = AttentionContext(16, 8, 128, 1.0, torch.bfloat16, cpu, 16, 300, 1, 1, kv)  # type: ignore[arg-type]
+    with mock.patch.object(GPU, "of", return_value=GPU(132, (9, 0))):
+        backend = HopperDecodeBackend(context, HopperDecodeConfig())
+    assert backend.launch(num_seqs) == expected
+    for count in range(1, 301):
+        assert backend.launch(count)[1] <= len(backend.work.shares)

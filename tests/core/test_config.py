@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -247,14 +247,26 @@ def test_a_preset_measured_on_a_device_takes_the_place_of_the_policy_there():
         ("auto", "NVIDIA H200", "policy/h200.yaml"),
         ("rtx3060", "NVIDIA H200", "policy/rtx3060.yaml"),
         ({"name": "auto", "by_device": {"H200": "rtx3060"}}, "NVIDIA H200", "policy/rtx3060.yaml"),
-        ({"name": "auto", "table": [{"phase": "decode", "use": ["sdpa"]}]}, "NVIDIA H200", "options given"),
+        ({"name": "auto", "table": [{"phase": "decode", "use": ["sdpa"]}]}, "NVIDIA H200", "options of its own"),
         ("somebody_s", "NVIDIA H200", "its defaults"),
-        ({"name": "somebody_s", "patience": 3}, "cpu", "options given"),
+        ({"name": "somebody_s", "patience": 3}, "cpu", "options of its own"),
     ],
 )
 def test_the_table_that_serves_is_named(policy, device, origin):
     config = EngineConfig.from_kwargs(policy=policy)
     assert config.policy_origin_on(device) == origin
+
+
+def test_a_policy_file_that_refers_to_the_rest_of_the_configuration_is_not_read_for_its_name(tmp_path):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy/mine.yaml").write_text("name: mine\nlimit: ${engine.max_num_seqs}\n")
+    config = replace(EngineConfig.from_kwargs(), policy=PluginChoice("mine", {"limit": 256}))
+    assert config.policy_origin_on("cpu", lambda group, name: [f"file://{tmp_path}"]) == "options of its own"
+
+
+def test_a_preset_of_devices_may_have_presets_itself():
+    config = EngineConfig.from_kwargs(policy={"name": "auto", "by_device": {"cpu": "auto"}})
+    assert config.policy_on("cpu") == config.policy
 
 
 def test_a_table_that_was_given_stays_where_there_is_a_preset():

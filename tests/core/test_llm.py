@@ -95,6 +95,15 @@ def test_c33_eos_of_generation_config_ends_a_request(tmp_path):
         assert output.outputs[0].stop_reason is None
 
 
+@pytest.mark.parametrize(
+    "options, origin",
+    [({"policy": "rtx3060"}, "policy/rtx3060.yaml"), ({"policy": "rtx3060", "attention": "sdpa"}, "has no choice")],
+)
+def test_the_policy_table_that_serves_is_named(tiny_folder, options, origin):
+    with LLM(str(tiny_folder[0]), **CPU, **options) as llm:
+        assert llm.engine.info.policy_origin == origin
+
+
 def test_dummy_weights_need_no_checkpoint():
     shape = {"model_type": "qwen3", **TINY}
     model = {"name": "mine", "path": None, "load_format": "dummy", "config": shape}

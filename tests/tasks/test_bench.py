@@ -307,7 +307,7 @@ def test_a_record_has_all_that_others_need(real: Any) -> None:
     assert sum(step[1] for step in record["steps"]) == sum(row["prompt_len"] for row in record["requests"])
     assert sum(step[3] for step in record["steps"]) <= record["runs"][record["shown_run"]]["duration s"] + 1e-6
     assert record["attention"].keys() == {"prefill", "decode"} and "attention: prefill sdpa; decode sdpa" in run.out
-    assert "decode sdpa; policy auto (policy/auto.yaml)" in run.out
+    assert "decode sdpa; policy auto (policy/auto.yaml)" in " ".join(run.out.split())
     assert all(counts.keys() == {"sdpa"} and counts["sdpa"] > 0 for counts in record["attention"].values())
     assert record["phases_ms"]["sample"] is None and record["phases_ms"]["tokenise"] > 0
     page = Path("a.html").read_text()

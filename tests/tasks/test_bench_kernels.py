@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -137,6 +138,11 @@ def test_a_wrong_kernel_ends_the_command_with_an_error_after_everything_else(cli
         ("decode 2x9", {"zeros", "lazy"}), ("decode 2x5", {"zeros", "lazy"}),
     ]  # fmt: skip
     assert cli(*words, "backends=[failing,sdpa]").code == 0
+
+    sweep = ("shapes=[2x9]", "phase=decode", "backends=[zeros,sdpa]", "hydra.sweep.dir=sweep")
+    assert cli("-m", *words[:2], *sweep).code == 1
+    (row,) = csv.DictReader(Path("sweep/sweep.csv").read_text(encoding="utf-8").splitlines())
+    assert float(row["decode 2x9 µs"]) > 0 and row["error"].startswith("WRONG results")
 
 
 def test_a_shape_that_memory_cannot_hold_is_a_row_that_says_so(cli: Cli, monkeypatch):
