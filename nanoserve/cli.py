@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from nanoserve.config import (
     CONFIG_PATHS,
     DEFAULTS,
     PLUGIN_GROUPS,
+    EngineOptions,
     config_folders,
     did_you_mean,
     group_names,
@@ -222,8 +224,8 @@ def rewrite(arguments: Sequence[str]) -> list[str]:
             argument = f"{key}={quote(value)}"
         elif key.partition(".")[0] in PLUGIN_GROUPS and "." in key:
             argument = f"++{argument}"
-            if key.startswith("policy."):
-                of_policy.add(key.split(".")[1])
+        if equals and name.startswith("policy."):
+            of_policy.add(name.split(".")[1])
         rewritten.append(argument)
     if by_path and not has_model:
         rewritten.append("model=path")
@@ -256,16 +258,14 @@ def check_overrides(overrides: Sequence[Override], multirun: bool) -> None:
             raise ConfigError(
                 f"{override.input_line}: expected a name ({names}); options are written {key}.OPTION=VALUE"
             )
-        if (section := key.partition(".")[0]) in unused:
-            raise ConfigError(
-                f"{override.input_line}: task={task} does not use {section}{unused[section]}; leave it out"
-            )
+        if (found := next((part for part in (key, key.partition(".")[0]) if part in unused), None)) is not None:
+            raise ConfigError(f"{override.input_line}: task={task} does not use {found}{unused[found]}; leave it out")
         if key == "hydra.verbose" and not isinstance(value, (bool, str, list)):
             raise ConfigError(f"{override.input_line}: expected true, false, or names of loggers as [a,b]")
 
 
 def _unused(task: str, given: Collection[str]) -> dict[str, str]:
-    """The groups that a task looks at nowhere, if these keys are given, and what to say of it."""
+    """The groups and keys that a task looks at nowhere, if these keys are given, and what to say of it."""
     unused = {}
     if task not in SAMPLING_TASKS:
         unused["sampling"] = " (it has bench.temperature)" if task == "bench" else ""
@@ -276,6 +276,12 @@ def _unused(task: str, given: Collection[str]) -> dict[str, str]:
     if task in ("bench_kernels", "tune"):
         of_model = " (it has num_q_heads, num_kv_heads and head_dim)"
         unused |= {"model": of_model, "scheduler": "", "policy": "", "grammar": ""}
+        options = {field.name for field in fields(EngineOptions)} - {"device", "dtype", "block_size"}
+        unused |= {f"engine.{name}": "" for name in options}
+    if task == "capacity":
+        unused |= dict.fromkeys(("attention", "scheduler", "policy", "grammar"), ", which take no KV memory")
+    if task in ("plugins", "new_plugin"):
+        unused |= dict.fromkeys(("model", "engine", *PLUGIN_GROUPS), ", which builds no engine")
     if task == "compare":
         if {"base", "new"} & {*given}:
             unused |= dict.fromkeys((*PLUGIN_GROUPS, "bench"), " with base and new, which have been measured")

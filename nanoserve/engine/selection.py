@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 
-from nanoserve.config import PluginChoice
+from nanoserve.config import PluginChoice, did_you_mean
 from nanoserve.contracts.attention import AttentionBackend, AttentionContext, AttentionSpec
 from nanoserve.contracts.capabilities import PHASES, Phase, Requirements
 from nanoserve.contracts.errors import ConfigError, PluginError
 from nanoserve.contracts.policy import SelectionPolicy, SelectionShape
 from nanoserve.engine.guard import check_methods
 from nanoserve.registry import Registry
+
+log = logging.getLogger("nanoserve")
 
 AUTO = "auto"
 
@@ -42,6 +45,9 @@ def candidates_for(
             found[phase] = (chosen.name,)
             continue
         considered = None if policy is None else policy.considers(phase)
+        known = registry.names("attention")
+        for name in sorted({*(considered or ())} - {*known}):
+            log.warning("the policy names %s for %s, which is not installed%s", name, phase, did_you_mean(name, known))
         working, refused = _accepting(registry, phase, need, considered)
         if not working and considered is not None:
             working, refused = _accepting(registry, phase, need)

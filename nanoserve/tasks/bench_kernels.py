@@ -4,7 +4,7 @@ One run is one KV format and one block size; a sweep has more: ``-m kv=bf16,int8
 is measured stands in :mod:`nanoserve.tasks.kernels.measure`. The rate is that of the work which cannot be avoided, in
 prefill the FLOPs that the causal mask leaves, in decode the bytes of K and V; it is set beside what the device reached
 in the same run, in a matrix product and in a copy. A copy also writes: reading alone can be a little faster than 100 %.
-The exit status is 1 if a result is wrong.
+The exit status is 1 if a result is wrong or a backend has failed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 COLUMNS = ("shape", "kernel", "µs", "rate", "of ceiling", "× torch", "error", "")
 
 
-class WrongKernelError(NanoserveError):
-    """A kernel's result misses the reference."""
+class FailedKernelError(NanoserveError):
+    """A kernel's result misses the reference, or there is none."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def run(job: Job) -> dict[str, Any]:
     if output is not None:
         write(output, record(bench, results))
     measured = figures(results)
-    refuse_wrong(bench, results, measured)
+    refuse_failures(bench, results, measured)
     return measured
 
 
@@ -193,17 +193,28 @@ def record(bench: Bench, results: dict[Phase, list[Result]]) -> dict[str, Any]:
     }
 
 
-def refuse_wrong(bench: Bench, results: dict[Phase, list[Result]], measured: dict[str, Any]) -> None:
-    """Raise WrongKernelError, which names shapes and kernels, if a result is wrong."""
+def refuse_failures(bench: Bench, results: dict[Phase, list[Result]], measured: dict[str, Any]) -> None:
+    """Raise FailedKernelError, which names shapes and backends, if a result is wrong or a backend failed, unless for
+    want of memory. torch's kernels are only there to compare with."""
     wrong: dict[str, list[str]] = {}
+    failed: dict[str, list[str]] = {}
     for phase, of_phase in results.items():
         for result in of_phase:
-            if result.timing.wrong:
-                wrong.setdefault(f"{phase} {result.shape.name}", []).append(result.name)
-    if wrong:
-        where = "; ".join(f"{shape}: {', '.join(names)}" for shape, names in wrong.items())
-        tolerance = f"{TOLERANCES[bench.dtype]:g}"
-        error = WrongKernelError(f"WRONG results, relative error above {tolerance} against float64, at {where}")
+            where, timing = f"{phase} {result.shape.name}", result.timing
+            if result.name.startswith("torch "):
+                continue
+            if timing.wrong:
+                wrong.setdefault(where, []).append(result.name)
+            elif timing.failed is not None and "memory" not in timing.failed.lower():
+                failed.setdefault(where, []).append(result.name)
+    above = f"WRONG results, relative error above {TOLERANCES[bench.dtype]:g} against float64"
+    faults = []
+    for what, names_at in ((above, wrong), ("failed", failed)):
+        if names_at:
+            rows = [f"{where}: {', '.join(names)}" for where, names in names_at.items()]
+            faults.append(f"{what}, at {'; '.join(rows)}")
+    if faults:
+        error = FailedKernelError(". ".join(faults))
         error.figures = measured
         raise error
 

@@ -119,10 +119,15 @@ class Series:
             far = not timing.valid or (timing.us or 0.0) > FAR_BEHIND * best
             self.behind[name] = self.behind.get(name, 0) + 1 if far else 0
 
+    def failed(self) -> set[str]:
+        """Backends that were tried and have no time at any shape."""
+        tried = [(name, timing.us) for timings in self.times.values() for name, timing in timings.items()]
+        return {name for name, _ in tried} - {name for name, us in tried if us is not None}
+
     def points(self, never: Iterable[str]) -> list[Point]:
-        """Without the backends of ``never``. What has no time at a shape, having failed or been given up, counts as far
-        behind there."""
-        names = [name for name in self.bench.candidates[self.phase] if name not in set(never)]
+        """Without the backends of ``never`` and those that failed at every shape. What has no time at a shape, having
+        failed or been given up, counts as far behind there."""
+        names = [name for name in self.bench.candidates[self.phase] if name not in {*never, *self.failed()}]
         points = []
         for shape in self.shapes:
             measured = {n: t.us for n, t in self.times.get(shape.name, {}).items() if n in names and t.us is not None}
@@ -177,6 +182,9 @@ def run(job: Job) -> dict[str, Any]:
     for name in sorted(wrong):
         how = f"task=bench_kernels backends=[{name}] kv={bench.kv} engine.dtype={job.config.engine.dtype}"
         print_line(f"{name} gave WRONG results and is in no rule; {how} shows where")
+    for one in series:
+        for name in sorted(one.failed()):
+            print_line(f"{name} has failed at every {one.phase} shape with kv={one.bench.kv}, and is in no rule there")
     if left_out:
         print_line(f"left out: {', '.join(left_out)}")
     print_line(f"{environment(bench.device)['hardware']}: {len(points)} shapes in {time.perf_counter() - start:.0f} s")

@@ -27,6 +27,10 @@ class Bounds:
     min: int | None = None
     max: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}, so no step would match")
+
 
 @dataclass(frozen=True)
 class CapabilityBounds:

@@ -104,6 +104,12 @@ def test_the_policy_table_that_serves_is_named(tiny_folder, options, origin):
         assert llm.engine.info.policy_origin == origin
 
 
+def test_a_policy_that_names_what_is_not_installed_is_told(tiny_folder, caplog):
+    table = [{"phase": "decode", "use": ["sdqa", "sdpa"]}]
+    with LLM(str(tiny_folder[0]), **CPU, policy={"name": "auto", "table": table}):
+        assert "the policy names sdqa for decode, which is not installed; did you mean 'sdpa'?" in caplog.text
+
+
 def test_dummy_weights_need_no_checkpoint():
     shape = {"model_type": "qwen3", **TINY}
     model = {"name": "mine", "path": None, "load_format": "dummy", "config": shape}

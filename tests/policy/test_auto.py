@@ -114,6 +114,7 @@ def test_unavailable_backends_are_passed_over():
         ({"phase": "decode", "use": ["a"], "when": {"max_seqlen": {"max": 1}}}, r"when\.max_seqlen: unknown option"),
         ({"phase": "decode", "use": ["a"], "when": {"batch": {"max": "1"}}}, r"when\.batch\.max: expected int or null"),
         ({"phase": "decode", "use": ["a"], "when": {"batch": 1}}, r"when\.batch: expected"),
+        ({"phase": "decode", "use": ["a"], "when": {"batch": {"min": 5, "max": 3}}}, r"min 5 is above max 3"),
     ],
 )
 def test_a_wrong_table_is_refused_by_its_key(row, complaint):

@@ -408,7 +408,7 @@ def test_what_is_refused_before_an_engine_starts(cli: Cli, arguments: list[str],
                 "bench.prompts=[]",
                 "engine.num_kv_blocks=8",
             ],
-            "bench.batches: 8 sequences of 69 tokens do not decode together",
+            "bench.batches: 8 sequences of 69 tokens take 40 blocks, and there are 8",
         ),
     ],
 )

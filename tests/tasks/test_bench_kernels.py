@@ -123,7 +123,7 @@ def test_the_command(cli: Cli):
 
 
 def test_a_wrong_kernel_ends_the_command_with_an_error_after_everything_else(cli: Cli, monkeypatch):
-    """One that raises has no result, and is none that is wrong."""
+    """So does one that raises; torch's are only there to compare with."""
     plain = Registry.discover
     monkeypatch.setattr(Registry, "discover", lambda: plain(extra=(Plugin(),)))
     words = ("task=bench_kernels", "engine.device=cpu", "shapes=[2x9,2x5]", "output=kernels.json")
@@ -132,12 +132,14 @@ def test_a_wrong_kernel_ends_the_command_with_an_error_after_everything_else(cli
     assert outcome.out.count("WRONG") == 4 and "no such luck" in outcome.out and "say nothing about" in outcome.out
     assert len(json.loads(Path("kernels.json").read_text())["results"]) == 2 * 2 + 2 * 5  # torch's is one of them
     (line,) = outcome.err.splitlines()
-    assert line.startswith("nanoserve: error: WRONG results, relative error above 1e-05")
-    shapes = line.partition(" at ")[2].split("; ")
+    wrong, _, failed = line.partition(". failed, at ")
+    assert wrong.startswith("nanoserve: error: WRONG results, relative error above 1e-05")
+    shapes = wrong.partition(", at ")[2].split("; ")
     assert [(shape[:10], {*shape[12:].split(", ")}) for shape in shapes] == [
         ("decode 2x9", {"zeros", "lazy"}), ("decode 2x5", {"zeros", "lazy"}),
     ]  # fmt: skip
-    assert cli(*words, "backends=[failing,sdpa]").code == 0
+    assert failed == "decode 2x9: failing; decode 2x5: failing"
+    assert cli(*words, "backends=[failing,sdpa]").code == 1 and cli(*words, "backends=[sdpa]").code == 0
 
     sweep = ("shapes=[2x9]", "phase=decode", "backends=[zeros,sdpa]", "hydra.sweep.dir=sweep")
     assert cli("-m", *words[:2], *sweep).code == 1

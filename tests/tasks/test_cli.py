@@ -97,8 +97,27 @@ def test_rewriting_leaves_flags_and_other_values_alone() -> None:
     assert rewrite(arguments) == arguments
 
 
-def test_a_policy_table_that_was_given_stays_where_there_is_a_preset(cli: Cli) -> None:
-    assert cli("policy.table=[{phase: decode, use: [paged_v1]}]", "prompt=a").code == 0
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "task=bench_kernels engine.max_num_seqs=4",
+            "task=bench_kernels does not use engine.max_num_seqs; leave it out",
+        ),
+        ("task=tune engine.enforce_eager=true", "task=tune does not use engine.enforce_eager"),
+        ("task=capacity attention=sdpa", "task=capacity does not use attention, which take no KV memory"),
+        ("task=plugins kv=int8", "task=plugins does not use kv, which builds no engine"),
+        ("task=new_plugin kind=policy name=x engine.seed=1", "task=new_plugin does not use engine, which builds"),
+    ],
+)
+def test_what_a_task_would_ignore_is_refused(cli: Cli, words: str, message: str) -> None:
+    run = cli(*words.split())
+    assert run.code == 2 and message in run.err
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_a_policy_table_that_was_given_stays_where_there_is_a_preset(cli: Cli, plus: str) -> None:
+    assert cli(f"{plus}policy.table=[{{phase: decode, use: [paged_v1]}}]", "prompt=a").code == 0
     assert cli.llms[-1].job.config.policy_on("NVIDIA H200").options["table"][0]["use"] == ["paged_v1"]
     assert cli("prompt=a").code == 0
     assert len(cli.llms[-1].job.config.policy_on("NVIDIA H200").options["table"]) > 1

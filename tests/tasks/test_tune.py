@@ -98,7 +98,7 @@ def test_graphs_are_judged_by_what_can_be_captured():
 class FakeBench:
     """Times from a formula; remembers what it was asked for."""
 
-    kv, capability, candidates = "bf16", (9, 0), {"decode": ("good", "slow", "wrong")}
+    kv, capability, candidates = "bf16", (9, 0), {"decode": ("good", "slow", "wrong", "broken")}
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[str, ...]]] = []
@@ -107,9 +107,8 @@ class FakeBench:
         if shape.name == "9x9":
             raise torch.OutOfMemoryError
         self.asked.append((shape.name, tuple(backends)))
-        return {
-            name: Timing({"good": 1.0, "slow": 50.0, "wrong": 0.1}[name], wrong=name == "wrong") for name in backends
-        }
+        times = {"good": 1.0, "slow": 50.0, "wrong": 0.1}
+        return {name: Timing(times.get(name), wrong=name == "wrong") for name in backends}
 
     def capturable(self, name):
         return True
@@ -119,12 +118,13 @@ def test_backends_far_behind_are_given_up_and_shapes_that_do_not_fit_are_named()
     bench = FakeBench()
     series = Series(bench, "decode", parse_all(["1x1", "1x2", "9x9", "1x3", "1x4"], "decode"))  # type: ignore[arg-type]
     assert measure_all([series], 0.0, float("inf")) == ["decode 9x9 bf16 (memory)"]
-    assert [len(names) for _, names in bench.asked] == [3] * PATIENCE + [1]
+    assert [len(names) for _, names in bench.asked] == [4] * PATIENCE + [1]
+    assert series.failed() == {"broken"}
     points = series.points({"wrong"})
     assert len(points) == 4 and points[0].times == {"good": 1.0, "slow": 50.0}
     assert points[-1].times == {"good": 1.0, "slow": FAR_BEHIND}
     late = Series(bench, "decode", series.shapes)  # type: ignore[arg-type]
-    assert len(measure_all([late], 0.0, 0.0)) == 5 and not late.times
+    assert len(measure_all([late], 0.0, 0.0)) == 5 and not late.times and not late.failed()
 
 
 def test_the_file_is_a_policy_that_the_command_line_takes(cli: Cli):

@@ -154,6 +154,14 @@ def latency(llm: LLM, workload: Latency) -> Measured:
         require_fit(llm, "context", prompt_lens[count] + length)
     if (most := max(workload.batches, default=0)) > (limit := llm.config.engine.max_num_seqs):
         raise ConfigError(f"bench.batches: {most} sequences exceed engine.max_num_seqs={limit}; raise it")
+    blocks = llm.engine.blocks
+    for count, length in lengths.items():
+        needed = count * -(-(prompt_lens[count] + length) // blocks.block_size)
+        if needed > blocks.num_blocks:
+            raise ConfigError(
+                f"bench.batches: {count} sequences of {prompt_lens[count] + length} tokens take {needed} blocks, and "
+                f"there are {blocks.num_blocks}; lower bench.batches or bench.context, or raise engine.num_kv_blocks"
+            )
     report = Measured("latency", ["measure", "batch", "tokens", "median ms", "min ms", "prefill tok/s"])
     one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     for count, length in workload.prompts:
@@ -197,8 +205,7 @@ def tpot(llm: LLM, prompts: list[list[int]], params: Any) -> float:
         engine.step()
     if not times[2:-2]:
         raise ConfigError(
-            f"bench.batches: {len(prompts)} sequences of {len(prompts[0]) + params.max_tokens} tokens do not decode "
-            "together in this KV pool; lower them or bench.context, or raise engine.num_kv_blocks"
+            f"bench.batches: {len(prompts)} sequences never decode together with this scheduler; lower it"
         )
     return statistics.median(times[2:-2])
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, Literal
 
+from nanoserve.config import group_names
 from nanoserve.contracts import CONTRACT_VERSION
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.engine.selection import AUTO
@@ -69,6 +70,11 @@ def check_is_new(options: Options, registry: Registry) -> None:
                 f"name={options.name}: there is one of that name, {registration.source}, and of two the first is kept; "
                 f"as in name=my_{options.name}"
             )
+    group = KINDS[options.kind].group if options.kind in KINDS else ""
+    if group and options.name in group_names(group):
+        raise ConfigError(
+            f"name={options.name}: {group}={options.name} chooses {group}/{options.name}.yaml; as in name=my_{options.name}"
+        )
     parent = Path(options.path)
     if not parent.is_dir():
         raise ConfigError(f"path={options.path}: there is no such folder; the package becomes a folder in it")
