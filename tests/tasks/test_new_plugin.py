@@ -89,7 +89,7 @@ def test_they_run_together(packages: Path) -> None:
         (["kind=policy", f"name={'x' * 99}"], "99 characters are more than 60"),
         (["kind=attention", "name=auto"], "leaves the choice to the policy.*name=my_auto"),
         (["kind=policy", "name=mine", "path=/proc"], "path=/proc: the package cannot be written"),
-        (["kind=policy", "name=h200"], "policy=h200 chooses policy/h200.yaml; as in name=my_h200"),
+        (["kind=policy", "name=h200"], "stands for policy/h200.yaml, which we have; as in name=my_h200"),
         (["kind=attention", "name=sdpa"], "there is one of that name, 'attention.sdpa' of distribution nanoserve"),
         (["kind=policy", "name=mine", "path=nowhere"], "path=nowhere: there is no such folder"),
         (["kind=policy", "name=taken"], "path=.: nanoserve-taken is there"),

@@ -72,9 +72,8 @@ def check_is_new(options: Options, registry: Registry) -> None:
             )
     group = KINDS[options.kind].group if options.kind in KINDS else ""
     if group and options.name in group_names(group):
-        raise ConfigError(
-            f"name={options.name}: {group}={options.name} chooses {group}/{options.name}.yaml; as in name=my_{options.name}"
-        )
+        stored = f"{group}/{options.name}.yaml"
+        raise ConfigError(f"name={options.name} stands for {stored}, which we have; as in name=my_{options.name}")
     parent = Path(options.path)
     if not parent.is_dir():
         raise ConfigError(f"path={options.path}: there is no such folder; the package becomes a folder in it")
