@@ -71,7 +71,7 @@ def test_output_that_cannot_be_written_is_one_plain_line(tmp_path: Path) -> None
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_sweep_whose_table_cannot_be_written_fails(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m nanoserve -m task=plugins engine.seed=1 >/dev/full"
+    command = f"{sys.executable} -m nanoserve -m task=plugins format=markdown >/dev/full"
     process = subprocess.run(["sh", "-c", command], cwd=tmp_path, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.returncode == 1 and process.stderr.splitlines()[-1] == (
         b"nanoserve: error: cannot write: No space left on device"

@@ -90,6 +90,6 @@ def test_it_runs_from_an_empty_read_only_folder(environment: Path, empty: Path, 
 
 def test_a_sweep_writes_where_it_is_told(environment: Path, empty: Path, tmp_path: Path) -> None:
     """C47: the output directory is configurable, for a folder that cannot be written."""
-    sweep = ["-m", "task=plugins", "format=markdown", "engine.seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep"]
+    sweep = ["-m", "task=plugins", "format=markdown,table", f"hydra.sweep.dir={tmp_path}/sweep"]
     assert "2 jobs" in run(environment, empty, "nanoserve", *sweep)
     assert (tmp_path / "sweep" / "1" / "result.json").is_file()
