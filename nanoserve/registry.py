@@ -186,6 +186,11 @@ class Registry:
         names = {name for promised_kind, name in promises if promised_kind == kind}
         return sorted(names | {r.spec.name for r in self._registered if r.kind == kind})
 
+    def is_installed(self, kind: str, name: str) -> bool:
+        """Whether there is a plugin of that name, be it broken or disabled."""
+        unusable = [*(broken.source for broken in self.broken), *self._disabled]
+        return name in self.names(kind) or (kind, name) in [_promise(source.entry_point) for source in unusable]
+
     def specs(self, kind: str, only: Collection[str] | None = None) -> list[Any]:
         """All working specs of a kind, or ``only`` those of these names, sorted by name. Imports their plugins."""
         return [registration.spec for registration in self.registrations(kind, only)]

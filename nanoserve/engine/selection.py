@@ -45,9 +45,10 @@ def candidates_for(
             found[phase] = (chosen.name,)
             continue
         considered = None if policy is None else policy.considers(phase)
-        known = registry.names("attention")
-        for name in sorted({*(considered or ())} - {*known}):
-            log.warning("the policy names %s for %s, which is not installed%s", name, phase, did_you_mean(name, known))
+        for name in sorted(considered or ()):
+            if not registry.is_installed("attention", name):
+                hint = did_you_mean(name, registry.names("attention"))
+                log.warning("the policy names %s for %s, which is not installed%s", name, phase, hint)
         working, refused = _accepting(registry, phase, need, considered)
         if not working and considered is not None:
             working, refused = _accepting(registry, phase, need)

@@ -18,12 +18,13 @@ import torch
 from nanoserve.contracts.capabilities import PHASES, Phase
 from nanoserve.contracts.errors import ConfigError, NanoserveError
 from nanoserve.tasks.bench.record import environment, print_line, print_table, write
-from nanoserve.tasks.kernels.measure import TOLERANCES, Bench, Effort, Heads, Timing, fastest
+from nanoserve.tasks.kernels.measure import TOLERANCES, Bench, Effort, Heads, Timing, fastest, out_of_memory
 from nanoserve.tasks.kernels.shapes import CPU_TABLE, TABLE, KernelShape, parse_all
 
 if TYPE_CHECKING:
     from nanoserve.tasks import Job
 
+NO_MEMORY = "the device has not enough memory for this shape"
 COLUMNS = ("shape", "kernel", "µs", "rate", "of ceiling", "× torch", "error", "")
 
 
@@ -114,9 +115,9 @@ def measure(bench: Bench, shape: KernelShape, backends: tuple[str, ...], with_to
     try:
         timings = bench.measure(shape, backends, with_torch)
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # of the CPU
+        if not out_of_memory(f"{type(error).__name__}: {error}"):
             raise
-        timings = {"all": Timing(failed="the device has not enough memory for this shape")}
+        timings = {"all": Timing(failed=NO_MEMORY)}
     best_of_torch = fastest(timings, [name for name in timings if name.startswith("torch ")])
     for name, timing in sorted(timings.items(), key=lambda item: (not item[1].valid, item[1].us or 0.0)):
         rate = of_ceiling = over = None
@@ -205,7 +206,7 @@ def refuse_failures(bench: Bench, results: dict[Phase, list[Result]], measured: 
                 continue
             if timing.wrong:
                 wrong.setdefault(where, []).append(result.name)
-            elif timing.failed is not None and "memory" not in timing.failed.lower():
+            elif timing.failed not in (None, NO_MEMORY) and not out_of_memory(timing.failed or ""):
                 failed.setdefault(where, []).append(result.name)
     above = f"WRONG results, relative error above {TOLERANCES[bench.dtype]:g} against float64"
     faults = []

@@ -28,7 +28,7 @@ from nanoserve.contracts.capabilities import PHASES, Phase
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.policy import SelectionPolicy, SelectionShape
 from nanoserve.tasks.bench.record import environment, print_line, print_table, write
-from nanoserve.tasks.kernels.measure import Bench, Effort, Heads, Timing
+from nanoserve.tasks.kernels.measure import Bench, Effort, Heads, Timing, out_of_memory
 from nanoserve.tasks.kernels.rules import Point, Rule, derive
 from nanoserve.tasks.kernels.shapes import CPU_TABLE, KernelShape, parse_all
 
@@ -119,15 +119,10 @@ class Series:
             far = not timing.valid or (timing.us or 0.0) > FAR_BEHIND * best
             self.behind[name] = self.behind.get(name, 0) + 1 if far else 0
 
-    def failed(self) -> set[str]:
-        """Backends that were tried and have no time at any shape."""
-        tried = [(name, timing.us) for timings in self.times.values() for name, timing in timings.items()]
-        return {name for name, _ in tried} - {name for name, us in tried if us is not None}
-
     def points(self, never: Iterable[str]) -> list[Point]:
-        """Without the backends of ``never`` and those that failed at every shape. What has no time at a shape, having
-        failed or been given up, counts as far behind there."""
-        names = [name for name in self.bench.candidates[self.phase] if name not in {*never, *self.failed()}]
+        """Without the backends of ``never``. What has no time at a shape, having failed or been given up, counts as far
+        behind there."""
+        names = [name for name in self.bench.candidates[self.phase] if name not in set(never)]
         points = []
         for shape in self.shapes:
             measured = {n: t.us for n, t in self.times.get(shape.name, {}).items() if n in names and t.us is not None}
@@ -168,23 +163,27 @@ def run(job: Job) -> dict[str, Any]:
     series = make_series(job, options)
     bench = series[0].bench
     left_out = measure_all(series, start, options.seconds or (40.0 if options.quick else 160.0))
-    wrong = {name for one in series for t in one.times.values() for name, timing in t.items() if timing.wrong}
-    points = [point for one in series for point in one.points(wrong)]
+    wrong = {
+        name: one.bench.kv for one in series for t in one.times.values() for name, timing in t.items() if timing.wrong
+    }
+    broken = {phase: failed_everywhere([one for one in series if one.phase == phase]) for phase in PHASES}
+    points = [point for one in series for point in one.points({*wrong, *broken[one.phase]})]
     if not points:
-        raise ConfigError("no shape could be measured: none fits the device, or no backend gave a right result")
+        why = f"left out: {', '.join(left_out)}" if left_out else "no backend gave a right result"
+        raise ConfigError(f"no shape could be measured: {why}")
     rules = derive(points, options.min_gain)
     policy = make_policy(job.registry, rules)
     regret = [share_lost(policy, point) for point in points]
     in_graphs = [share_lost(policy, captured) for p in points if (captured := as_captured(p)).times]
 
     for one in series:
-        print_series(one, policy, wrong)
-    for name in sorted(wrong):
-        how = f"task=bench_kernels backends=[{name}] kv={bench.kv} engine.dtype={job.config.engine.dtype}"
+        print_series(one, policy, {*wrong, *broken[one.phase]})
+    for name, kv in sorted(wrong.items()):
+        how = f"task=bench_kernels backends=[{name}] kv={kv} engine.dtype={job.config.engine.dtype}"
         print_line(f"{name} gave WRONG results and is in no rule; {how} shows where")
-    for one in series:
-        for name in sorted(one.failed()):
-            print_line(f"{name} has failed at every {one.phase} shape with kv={one.bench.kv}, and is in no rule there")
+    for phase, names in broken.items():
+        for name in sorted(names):
+            print_line(f"{name} failed in {phase} wherever it was tried, and is in no rule for it")
     if left_out:
         print_line(f"left out: {', '.join(left_out)}")
     print_line(f"{environment(bench.device)['hardware']}: {len(points)} shapes in {time.perf_counter() - start:.0f} s")
@@ -234,6 +233,12 @@ def make_series(job: Job, options: Options) -> list[Series]:
     ]
 
 
+def failed_everywhere(series: Sequence[Series]) -> set[str]:
+    """Backends that were tried and have no time at any shape of any KV format."""
+    tried = [(name, t.us) for one in series for timings in one.times.values() for name, t in timings.items()]
+    return {name for name, _ in tried} - {name for name, us in tried if us is not None}
+
+
 def measure_all(series: Sequence[Series], start: float, seconds: float) -> list[str]:
     """A shape of every series in turn, so that a time limit cuts all of them alike. Returns what was left out."""
     left_out = []
@@ -247,7 +252,9 @@ def measure_all(series: Sequence[Series], start: float, seconds: float) -> list[
                 continue
             try:
                 one.measure(shape)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not out_of_memory(f"{type(error).__name__}: {error}"):
+                    raise
                 left_out.append(f"{what} (memory)")
             if sys.stderr.isatty():
                 print(f"{time.perf_counter() - start:5.0f} s  {what}", file=sys.stderr)

@@ -401,6 +401,10 @@ def test_what_is_refused_before_an_engine_starts(cli: Cli, arguments: list[str],
             "bench.batches: 8 sequences exceed",
         ),
         (
+            ["bench.batches=[2]", "bench.context=10", "bench.output_len=40", "bench.prompts=[]"],
+            "bench.context=10 is too short for 2 sequences",
+        ),
+        (
             [
                 "bench.batches=[8]",
                 "bench.context=64",
@@ -408,7 +412,7 @@ def test_what_is_refused_before_an_engine_starts(cli: Cli, arguments: list[str],
                 "bench.prompts=[]",
                 "engine.num_kv_blocks=8",
             ],
-            "bench.batches: 8 sequences of 69 tokens take 40 blocks, and there are 8",
+            "bench.batches: 8 sequences of 64 tokens take 32 blocks, and there are 8",
         ),
     ],
 )
@@ -430,11 +434,11 @@ def test_the_older_kinds_work_as_they_did(real: Any, tiny_checkpoint: Path, cli:
     assert run.code == 0 and set(json.loads(Path("a.json").read_text())["figures"]) == {"TTFT 2x8 ms", "TPOT b2 ms"}
 
 
-@pytest.mark.parametrize("batch", [1, 6, 16])
+@pytest.mark.parametrize("batch", [1, 6, 16, 40])
 def test_latency_is_that_of_the_context_asked_for(tiny_checkpoint: Path, batch: int) -> None:
     """However long it takes to read all prompts, while the first of them decode already."""
     workload = Latency("latency", batches=[batch], context=48, output_len=24, prompts=[], repeat=1)
-    options: dict[str, Any] = {"num_kv_blocks": 256, "max_num_batched_tokens": 64, "device": "cpu", "overlap": False}
+    options: dict[str, Any] = {"num_kv_blocks": 512, "max_num_batched_tokens": 64, "device": "cpu", "overlap": False}
     with LLM(str(tiny_checkpoint), **options) as llm:
         engine, contexts = llm.engine, []
         step = engine.step

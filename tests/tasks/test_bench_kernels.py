@@ -16,7 +16,7 @@ from nanoserve.contracts.errors import ConfigError
 from nanoserve.hookspecs import hookimpl
 from nanoserve.registry import Registry
 from nanoserve.tasks.bench_kernels import figures, measure
-from nanoserve.tasks.kernels.measure import Bench, Effort, Heads
+from nanoserve.tasks.kernels.measure import Bench, Effort, Heads, out_of_memory
 from nanoserve.tasks.kernels.shapes import TABLE, KernelShape, parse_all
 from tests.tasks.conftest import Cli
 
@@ -120,6 +120,19 @@ def test_the_command(cli: Cli):
         (phase, kernel) for phase in ("prefill", "decode") for kernel in ("sdpa", "torch sdpa")
     }
     assert all(r["us"] > 0 and r["error"] < 1e-5 for r in record["results"])
+
+
+@pytest.mark.parametrize(
+    "failure, lacks",
+    [
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried", True),
+        ("AcceleratorError: CUDA error: an illegal memory access was encountered", False),
+        ("OutOfResources: out of resource: shared memory, Required: 300000", False),
+    ],
+)
+def test_only_the_allocators_lack_memory(failure, lacks):
+    assert out_of_memory(failure) == lacks
 
 
 def test_a_wrong_kernel_ends_the_command_with_an_error_after_everything_else(cli: Cli, monkeypatch):

@@ -14,7 +14,15 @@ from nanoserve.registry import Registry
 from nanoserve.tasks.kernels.measure import Bench, Effort, Heads, Timing
 from nanoserve.tasks.kernels.rules import Point, derive
 from nanoserve.tasks.kernels.shapes import parse_all
-from nanoserve.tasks.tune import FAR_BEHIND, PATIENCE, Series, make_policy, measure_all, share_lost
+from nanoserve.tasks.tune import (
+    FAR_BEHIND,
+    PATIENCE,
+    Series,
+    failed_everywhere,
+    make_policy,
+    measure_all,
+    share_lost,
+)
 from tests.tasks.conftest import Cli
 
 CAPTURABLE = frozenset({"a", "b"})
@@ -119,12 +127,23 @@ def test_backends_far_behind_are_given_up_and_shapes_that_do_not_fit_are_named()
     series = Series(bench, "decode", parse_all(["1x1", "1x2", "9x9", "1x3", "1x4"], "decode"))  # type: ignore[arg-type]
     assert measure_all([series], 0.0, float("inf")) == ["decode 9x9 bf16 (memory)"]
     assert [len(names) for _, names in bench.asked] == [4] * PATIENCE + [1]
-    assert series.failed() == {"broken"}
-    points = series.points({"wrong"})
+    assert failed_everywhere([series]) == {"broken"}
+    points = series.points({"wrong", "broken"})
     assert len(points) == 4 and points[0].times == {"good": 1.0, "slow": 50.0}
     assert points[-1].times == {"good": 1.0, "slow": FAR_BEHIND}
     late = Series(bench, "decode", series.shapes)  # type: ignore[arg-type]
-    assert len(measure_all([late], 0.0, 0.0)) == 5 and not late.times and not late.failed()
+    assert len(measure_all([late], 0.0, 0.0)) == 5 and not late.times and not failed_everywhere([late])
+
+
+def test_a_backend_that_fails_with_one_kv_format_stays_far_behind_there():
+    """Else a rule without a format could name it."""
+    shapes = parse_all(["1x1"], "decode")
+    fine, broken = (Series(FakeBench(), "decode", shapes) for _ in range(2))  # type: ignore[arg-type]
+    fine.times = {"1x1": {"good": Timing(2.0), "broken": Timing(1.0)}}
+    broken.times = {"1x1": {"good": Timing(2.0), "broken": Timing(failed="RuntimeError: boom")}}
+    assert failed_everywhere([fine, broken]) == set() and failed_everywhere([broken]) == {"broken"}
+    (point,) = broken.points({"slow", "wrong"})
+    assert point.times == {"good": 2.0, "broken": 2.0 * FAR_BEHIND}
 
 
 def test_the_file_is_a_policy_that_the_command_line_takes(cli: Cli):

@@ -145,9 +145,10 @@ def latency(llm: LLM, workload: Latency) -> Measured:
 
     # The first prompts decode while the last are still being read. Let them not end before a window of output_len steps
     # does, in the middle of which the mean context is the one asked for.
-    early = {n: n * workload.context // llm.config.engine.max_num_batched_tokens for n in workload.batches}
-    prompt_lens = {n: max(1, workload.context - (workload.output_len + steps) // 2) for n, steps in early.items()}
-    lengths = {n: workload.output_len + steps for n, steps in early.items()}
+    budget = llm.config.engine.max_num_batched_tokens
+    early = {n: n / max(1, budget - n // 2) for n in workload.batches}  # steps for each token of a prompt
+    prompt_lens = {n: int((workload.context - workload.output_len / 2) / (1 + e / 2)) for n, e in early.items()}
+    lengths = {n: workload.output_len + round(early[n] * prompt_len) for n, prompt_len in prompt_lens.items()}
     for _, length in workload.prompts:
         require_fit(llm, "prompts", length + 1)
     for count, length in lengths.items():
@@ -155,12 +156,17 @@ def latency(llm: LLM, workload: Latency) -> Measured:
     if (most := max(workload.batches, default=0)) > (limit := llm.config.engine.max_num_seqs):
         raise ConfigError(f"bench.batches: {most} sequences exceed engine.max_num_seqs={limit}; raise it")
     blocks = llm.engine.blocks
-    for count, length in lengths.items():
-        needed = count * -(-(prompt_lens[count] + length) // blocks.block_size)
+    for count, prompt_len in prompt_lens.items():
+        if prompt_len < 1:
+            raise ConfigError(
+                f"bench.context={workload.context} is too short for {count} sequences to decode around it for "
+                f"bench.output_len={workload.output_len} steps; raise it, or lower the other"
+            )
+        needed = count * -(-workload.context // blocks.block_size)
         if needed > blocks.num_blocks:
             raise ConfigError(
-                f"bench.batches: {count} sequences of {prompt_lens[count] + length} tokens take {needed} blocks, and "
-                f"there are {blocks.num_blocks}; lower bench.batches or bench.context, or raise engine.num_kv_blocks"
+                f"bench.batches: {count} sequences of {workload.context} tokens take {needed} blocks, and there are "
+                f"{blocks.num_blocks}; lower bench.batches or bench.context, or raise engine.num_kv_blocks"
             )
     report = Measured("latency", ["measure", "batch", "tokens", "median ms", "min ms", "prefill tok/s"])
     one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)

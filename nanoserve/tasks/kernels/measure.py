@@ -62,6 +62,11 @@ class Effort:
     gigabytes: float = 2.0
 
 
+def out_of_memory(failure: str) -> bool:
+    """Whether an error, written as type and message, is that of a GPU's allocator or of the CPU's."""
+    return failure.startswith("OutOfMemoryError") or "can't allocate memory" in failure
+
+
 @dataclass
 class Timing:
     """One candidate at one shape. us: microseconds of a layer. error: relative, against float64. plain: timed by a
