@@ -211,8 +211,8 @@ def tpot(llm: LLM, prompts: list[list[int]], params: Any) -> float:
         engine.step()
     if not times[2:-2]:
         raise ConfigError(
-            f"bench.batches: {len(prompts)} sequences hardly ever decode together, for want of KV blocks or because the "
-            "scheduler forbids it; lower it, or raise engine.num_kv_blocks"
+            f"bench.batches: {len(prompts)} sequences hardly ever decode together, for want of KV blocks or because "
+            "the scheduler forbids it; lower it, or raise engine.num_kv_blocks"
         )
     return statistics.median(times[2:-2])
 
