@@ -279,9 +279,9 @@ def _unused(task: str, given: Collection[str]) -> dict[str, str]:
         options = {field.name for field in fields(EngineOptions)} - {"device", "dtype", "block_size"}
         unused |= {f"engine.{name}": "" for name in options}
     if task == "capacity":
-        unused |= dict.fromkeys(("attention", "scheduler", "policy", "grammar"), ", which take no KV memory")
+        unused |= dict.fromkeys(("attention", "scheduler", "policy", "grammar"), "")
     if task in ("plugins", "new_plugin"):
-        unused |= dict.fromkeys(("model", "engine", *PLUGIN_GROUPS), ", which builds no engine")
+        unused |= dict.fromkeys(("model", "engine", *PLUGIN_GROUPS), "")
     if task == "compare":
         if {"base", "new"} & {*given}:
             unused |= dict.fromkeys((*PLUGIN_GROUPS, "bench"), " with base and new, which have been measured")

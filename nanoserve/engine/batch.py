@@ -7,6 +7,7 @@ only its new entries travel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,8 @@ class Batch:
     input_ids, positions, slot_mapping: ``[num_decode + num_prefill]``; the decode part of ``input_ids`` is filled on
     the device from the tokens sampled last.
     sampled: sequences that sample a token in this step, in logits order (decode first). sampled_rows: their table rows.
-    logits_index: ``[len(sampled)]`` token index of each logits row, or None when every token is sampled in order.
+    logits_index: token index of each logits row, or None when every token is sampled in order. Rows beyond
+    ``len(sampled)`` are padding.
     chunks: sequences whose prompt continues in a later step; they sample nothing.
     """
 
@@ -136,8 +138,11 @@ class BatchBuilder:
         self.device = device
         self.pack = Packer(device)
 
-    def build(self, schedule: Schedule) -> Batch:
-        """The batch of ``schedule``, whose grants have just been made."""
+    def build(self, schedule: Schedule, logits_size: Callable[[int], int] | None = None) -> Batch:
+        """The batch of ``schedule``, whose grants have just been made.
+
+        logits_size: to how many rows the logits of a step with prompts are padded.
+        """
         decode: list[Sequence] = schedule.decode  # type: ignore[assignment]
         prefill: list[tuple[Sequence, int]] = schedule.prefill  # type: ignore[assignment]
         num_decode = len(decode)
@@ -176,6 +181,9 @@ class BatchBuilder:
                 logits_index.append(last)
             else:
                 chunks.append(seq)
+        logits_index = [*range(num_decode), *logits_index]
+        if logits_size is not None:
+            logits_index += [0] * (logits_size(len(sampled)) - len(sampled))
         num_prefill = sum(lens_q)
         all_positions = np.concatenate(position_parts)
         cu_q = np.concatenate(([0], np.cumsum(lens_q, dtype=np.int32))).astype(np.int32)
@@ -211,7 +219,7 @@ class BatchBuilder:
                 np.array(lens_k, dtype=np.int32),
                 np.repeat(np.arange(len(prefill), dtype=np.int32), lens_q),
                 sampled_rows,
-                np.array([*range(num_decode), *logits_index], dtype=np.int32),
+                np.array(logits_index, dtype=np.int32),
                 *decode_arrays[-2:],
             ]
         )

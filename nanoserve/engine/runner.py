@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from nanoserve.contracts.attention import AttentionBackend
 from nanoserve.contracts.kvcache import KVCacheFormat
@@ -162,7 +161,8 @@ class ModelRunner:
             self.builder.blocks.take_table_updates()
             decode: list[Sequence] = schedule.decode  # type: ignore[assignment]
             return self._launched(decode, [], self.decode_graphs.launch(decode))
-        batch = self.builder.build(schedule)
+        # Logits of other sizes than the graphs' are other kernels of cuBLAS, to be loaded while the GPU waits.
+        batch = self.builder.build(schedule, self.decode_graphs.size_for if self.decode_graphs else None)
         plan = self.sampler.prepare(batch.sampled_rows_cpu, batch.sample_positions_cpu, batch.sampled)
         if batch.num_decode:
             # Decoding sequences feed on what was sampled last, on the device: the host may not know the value yet.
@@ -174,15 +174,10 @@ class ModelRunner:
         hidden = self._forward(batch)
         if not batch.sampled:  # unfinished chunks only
             return self._launched([], batch.chunks, None)
-        n = len(batch.sampled)
         if batch.logits_index is not None:
-            index = batch.logits_index
-            size = n if self.decode_graphs is None else self.decode_graphs.size_for(n)
-            if size > n:  # other sizes are other kernels of cuBLAS, to be loaded while the GPU waits
-                index = F.pad(index, (0, size - n))
-            hidden = hidden.index_select(0, index)
-        logits = self.model.compute_logits(hidden, self.model.dtype if plan.is_plain else torch.float32)[:n]
-        output = self.sampler(logits, plan, batch.sampled_rows, self.rows.last_tokens)
+            hidden = hidden.index_select(0, batch.logits_index)
+        logits = self.model.compute_logits(hidden, self.model.dtype if plan.is_plain else torch.float32)
+        output = self.sampler(logits[: len(batch.sampled)], plan, batch.sampled_rows, self.rows.last_tokens)
         return self._launched(batch.sampled, batch.chunks, output)
 
     def _launched(self, sampled: list[Sequence], chunks: list[Sequence], output: SamplerOutput | None) -> _Launched:

@@ -105,9 +105,9 @@ def test_rewriting_leaves_flags_and_other_values_alone() -> None:
             "task=bench_kernels does not use engine.max_num_seqs; leave it out",
         ),
         ("task=tune engine.enforce_eager=true", "task=tune does not use engine.enforce_eager"),
-        ("task=capacity attention=sdpa", "task=capacity does not use attention, which take no KV memory"),
-        ("task=plugins kv=int8", "task=plugins does not use kv, which builds no engine"),
-        ("task=new_plugin kind=policy name=x engine.seed=1", "task=new_plugin does not use engine, which builds"),
+        ("task=capacity attention=sdpa", "task=capacity does not use attention; leave it out"),
+        ("task=plugins kv=int8", "task=plugins does not use kv; leave it out"),
+        ("task=new_plugin kind=policy name=x engine.seed=1", "task=new_plugin does not use engine; leave it out"),
     ],
 )
 def test_what_a_task_would_ignore_is_refused(cli: Cli, words: str, message: str) -> None:
