@@ -60,7 +60,7 @@ class HopperDecodeBackend(AttentionBackend):
         self.num_warps, per_multiprocessor = (2, {True: 8, False: 5}) if self.quantized else (4, {True: 2, False: 2})
         # No limit for 16 bits, lest a third program fit: where the kernel before drains, some multiprocessors would
         # get three and others one.
-        self.max_registers = {True: 128, False: 168} if self.quantized else {True: None, False: None}
+        self.max_registers = {True: 128, False: 168} if self.quantized else {True: 255, False: None}
         self.programs = {
             fused_merge: options.num_splits or max(1, n * gpu.multiprocessors // context.num_kv_heads)
             for fused_merge, n in per_multiprocessor.items()
@@ -114,8 +114,11 @@ class HopperDecodeBackend(AttentionBackend):
 
 
 # -- which lane holds what --------------------------------------------------------------------------------------------
-# Shapes are [warp, token or head, element or word]. In the fragments of mma.m16n8k16, lane 4·g + c holds row g (and
-# g + 8) of A, column g of B, and of the product index k the values 8·b1 + 2·c + b0.
+# Shapes are [warp, token or head, element or word]. Lane 4·g + c holds row g (and g + 8) of a left operand, column g of
+# a right one and columns 2·c, 2·c + 1 of a product. Of the product index k it holds 8·b1 + 2·c + b0 where elements have
+# 16 bits (mma.m16n8k16), 16·b2 + 4·c + b1b0 where they have 8 (mma.m16n8k32).
+# Column n of P V belongs to head n // 2 + 4 · (n % 2), so that a lane holds heads c and c + 4 of a group, and of up to
+# 4 heads nothing twice.
 
 
 @gluon.constexpr_function
@@ -149,6 +152,14 @@ def _value_layout(warps, width, run):
         _bits(0, 1, warps),
         [],
         [warps, 16, width],
+    )
+
+
+@gluon.constexpr_function
+def _score_layout(warps, heads):
+    """``[warps, 16, heads]``: lane (g, c) holds tokens g, g + 8 of heads c (and c + 4)."""
+    return gl.DistributedLinearLayout(
+        [[0, 8, 0], *_bits(2, 4, heads)], _bits(2, 1, 4) + _bits(1, 1, 8), _bits(0, 1, warps), [], [warps, 16, heads]
     )
 
 
@@ -200,70 +211,6 @@ def _sum_layout(warps, d, x):
 
 
 @gluon.jit
-def _position(first, page, last, L: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr, kv_head):
-    """Of the tiles that start at tokens ``first`` ``[warps]`` in blocks ``page``: the block's first row (int64) and
-    each token's row in it, both broadcastable to ``[warps, 16]`` in layout L.
-
-    Tokens past ``last`` read its row again: no stale row is ever touched, and nothing needs a mask.
-    """
-    first = gl.convert_layout(first, gl.SliceLayout(1, L))
-    page = gl.convert_layout(page, gl.SliceLayout(1, L))
-    block_row = (page.to(gl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE
-    token = gl.expand_dims(first, 1) + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, L)), 0)
-    in_block = gl.minimum(token, last) - gl.expand_dims(gl.minimum(first, last) // BLOCK_SIZE * BLOCK_SIZE, 1)
-    return gl.expand_dims(block_row, 1), in_block
-
-
-@gluon.jit
-def _load_tile(
-    cache,
-    first,
-    page,
-    last,
-    kv_head,
-    L: gl.constexpr,
-    WIDTH: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-):
-    """Words ``[warps, 16, WIDTH]`` of K or V, which are read once: they need not push other data out of the L2."""
-    block_row, in_block = _position(first, page, last, gl.SliceLayout(2, L), BLOCK_SIZE, KV_HEADS, kv_head)
-    word = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
-    address = cache + gl.expand_dims(block_row * WIDTH, 2) + (gl.expand_dims(in_block, 2) * WIDTH + word)
-    return gl.load(address, eviction_policy="evict_first")
-
-
-@gluon.jit
-def _load_query(
-    q,
-    seq,
-    q_stride_token,
-    q_stride_head,
-    kv_head,
-    W: gl.constexpr,
-    D: gl.constexpr,
-    GROUP: gl.constexpr,
-    QUANTIZED: gl.constexpr,
-    Q: gl.constexpr,
-    B: gl.constexpr,
-):
-    """The group's heads of one token as B ``[W, D, 8]``; heads past GROUP are 0."""
-    head = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, Q))), 0), 2)
-    dim = gl.expand_dims(gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, Q))), 0), 1)
-    warp = gl.expand_dims(gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, Q))), 1), 2)
-    q_group = q + seq.to(gl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
-    query = gl.load(q_group + head * q_stride_head + (dim + 0 * warp), mask=head + 0 * (dim + warp) < GROUP, other=0.0)
-    return _query_fragment(query, W, D, QUANTIZED, B)
-
-
-@gluon.jit
-def _load_scales(scales, first, page, last, kv_head, L: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr):
-    """fp32 ``[warps, 16]``."""
-    block_row, in_block = _position(first, page, last, L, BLOCK_SIZE, KV_HEADS, kv_head)
-    return gl.load(scales + block_row + in_block).to(gl.float32)
-
-
-@gluon.jit
 def _advance(items, item, stop, seq, start, end, STEP: gl.constexpr):
     """From the tile at ``start`` to the next of the item, or of the next item; after the last item, past its end."""
     start += STEP
@@ -278,38 +225,124 @@ def _advance(items, item, stop, seq, start, end, STEP: gl.constexpr):
 @gluon.jit
 def _load_page(block_table, seq, table_stride, first, end, BLOCK_SIZE: gl.constexpr):
     """The blocks in which tiles begin. Past the end: the last one."""
-    return gl.load(block_table + seq.to(gl.int64) * table_stride + gl.minimum(first, end - 1) // BLOCK_SIZE)
+    block = gl.minimum(first, end - 1).to(gl.uint32) // BLOCK_SIZE
+    return gl.load(block_table + (seq * table_stride + block.to(gl.int32)))
+
+
+@gluon.jit
+def _tile_row(first, page, end, kv_head, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr):
+    """First row in the cache of the tiles that begin at ``first``, and how many of its rows are live, which past the
+    end is none: ``[warps]``. There are fewer than 2^31 rows: more would be over 100 GB a layer."""
+    in_block = gl.minimum(first, end - 1).to(gl.uint32) // 16 * 16 % BLOCK_SIZE
+    return (page * KV_HEADS + kv_head) * BLOCK_SIZE + in_block.to(gl.int32), end - first
+
+
+@gluon.jit
+def _load_tile(cache, row, live, L: gl.constexpr, WIDTH: gl.constexpr, DEFINED: gl.constexpr):
+    """Words ``[warps, 16, WIDTH]`` of K or V, which are read once: they need not push other data out of the L2.
+
+    Rows that are not live hold whatever was there, and tiles without a live row whatever the registers did; or,
+    DEFINED, copies of a live row.
+    """
+    WARPS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
+    base = cache + gl.convert_layout(row, WARPS).to(gl.int64) * WIDTH
+    live = gl.expand_dims(gl.convert_layout(live, WARPS), 1)
+    token = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, L))), 0)
+    word = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
+    if DEFINED:
+        token = gl.minimum(token, gl.maximum(live - 1, 0))
+    address = gl.expand_dims(gl.expand_dims(base, 1), 2) + (gl.expand_dims(token, 2) * WIDTH + word)
+    if DEFINED:
+        return gl.load(address, eviction_policy="evict_first")
+    return gl.load(address, mask=gl.expand_dims(live > 0, 2), eviction_policy="evict_first")
+
+
+@gluon.jit
+def _load_scales(scales, row, TOKENS: gl.constexpr):
+    """fp32 ``[warps, 16]``."""
+    base = gl.expand_dims(scales + row.to(gl.int64), 1)
+    return gl.load(base + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)).to(gl.float32)
+
+
+@gluon.jit
+def _load_query(
+    q,
+    seq,
+    q_stride_token,
+    q_stride_head,
+    kv_head,
+    qk_scale,
+    W: gl.constexpr,
+    D: gl.constexpr,
+    GROUP: gl.constexpr,
+    QUANTIZED: gl.constexpr,
+    H: gl.constexpr,
+    Q: gl.constexpr,
+    B: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """One token's heads as right operand, 0 past GROUP, and what their products with K are to be multiplied by.
+
+    16 bits: ``[W, D, 8]``. INT8: ``[W, D, 2 H]``, for each head the upper and the lower byte of 16-bit integers.
+    """
+    N: gl.constexpr = 2 * H if QUANTIZED else 8
+    column = gl.expand_dims(gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, Q))), 0), 2)
+    head = column // 2 if QUANTIZED else _head_of(column)
+    dim = gl.expand_dims(gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, Q))), 0), 1)
+    warp = gl.expand_dims(gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, Q))), 1), 2)
+    q_group = q + seq.to(gl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
+    query = gl.load(q_group + head * q_stride_head + (dim + 0 * warp), mask=head + 0 * (dim + warp) < GROUP, other=0.0)
+    if QUANTIZED:
+        query = query.to(gl.float32)
+        peak = gl.max(gl.abs(query), 2)
+        # 1.5 · 2^23: the sum's last bits are the number, rounded
+        rounded = query * gl.expand_dims(32512.0 / gl.maximum(peak, 1e-30), 2) + 12582912.0
+        number = rounded.to(gl.int32, bitcast=True) - 0x4B400000
+        upper = (number + 128) >> 8
+        query = gl.where(column % 2 == 0, upper, number - upper * 256).to(gl.int8)
+        scale = gl.max(gl.reshape(peak, [W, H, 2]), 2) * (qk_scale / 32512.0)
+        scale = gl.convert_layout(scale, HEADS)
+    else:
+        scale = gl.full([W, H], qk_scale, gl.float32, HEADS)
+    query = _key_order(query, W, N, D, QUANTIZED)
+    return gl.convert_layout(gl.permute(query, (0, 2, 1)), B), scale
 
 
 # -- words to fragments -----------------------------------------------------------------------------------------------
 
 UNPACK_16 = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
-#: int8 ^ 0x80 under the exponent byte 0x64 is the fp16 number 1152 + value: three instructions for four values.
-UNPACK_8_BIASED = gl.constexpr("""{
-    .reg .b32 biased, low, high;
-    xor.b32 biased, $4, 0x80808080;
-    prmt.b32 low, biased, 0x64646464, 0x4140;
-    prmt.b32 high, biased, 0x64646464, 0x4342;
-    mov.b32 {$0, $1}, low;
-    mov.b32 {$2, $3}, high;
-}""")
-
+#: Of tokens 2c (words $8) and 2c + 1 ($9): pairs of values as fp16, 1152 too large, for int8 ^ 0x80 under the exponent
+#: byte 0x64 is the number 1152 + value. $0 to $3 are of the first token, $4 to $7 of the second.
 UNPACK_8 = gl.constexpr("""{
-    .reg .b32 biased, low, high, bias;
-    xor.b32 biased, $4, 0x80808080;
-    mov.b32 bias, 0x64806480;
-    prmt.b32 low, biased, 0x64646464, 0x4140;
-    prmt.b32 high, biased, 0x64646464, 0x4342;
-    sub.f16x2 low, low, bias;
-    sub.f16x2 high, high, bias;
-    mov.b32 {$0, $1}, low;
-    mov.b32 {$2, $3}, high;
+    .reg .b32 first, second, low, high;
+    xor.b32 first, $8, 0x80808080;
+    xor.b32 second, $9, 0x80808080;
+    prmt.b32 low, first, second, 0x5140;
+    prmt.b32 high, first, second, 0x7362;
+    prmt.b32 first, low, 0x64646464, 0x4140;
+    prmt.b32 second, low, 0x64646464, 0x4342;
+    mov.b32 {$0, $4}, first;
+    mov.b32 {$1, $5}, second;
+    prmt.b32 first, high, 0x64646464, 0x4140;
+    prmt.b32 second, high, 0x64646464, 0x4342;
+    mov.b32 {$2, $6}, first;
+    mov.b32 {$3, $7}, second;
 }""")
+V_BIAS = gl.constexpr(1152.0)
+
+#: Columns 2c and 2c + 1 of row g in, rows 2c and 2c + 1 of column g out.
+TRANSPOSE = """{
+    .reg .b32 pair;
+    cvt.rn.%sx2.f32 pair, $3, $2;
+    movmatrix.sync.aligned.m8n8.trans.b16 pair, pair;
+    mov.b32 {$0, $1}, pair;
+}"""
+TRANSPOSE_FP16, TRANSPOSE_BF16 = gl.constexpr(TRANSPOSE % "f16"), gl.constexpr(TRANSPOSE % "bf16")
 
 
 @gluon.jit
-def _unpack_16(words, dtype: gl.constexpr):
+def _halves(words, dtype: gl.constexpr):
     """``[…]`` → ``[…, b0]``; pairs stay in the register they were loaded into."""
     low, high = gl.inline_asm_elementwise(
         UNPACK_16, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
@@ -318,50 +351,131 @@ def _unpack_16(words, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _unpack_8(words, ASM: gl.constexpr):
-    """``[…]`` → fp16 ``[…, b0, b1]``, byte 2·b1 + b0."""
-    a, b, c, d = gl.inline_asm_elementwise(ASM, "=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 4, is_pure=True, pack=1)
-    return gl.join(gl.join(a, b), gl.join(c, d))
+def _bytes(words):
+    """``[…]`` → int8 ``[…, b1, b0]``; they stay in their register, too."""
+    even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))
+    return gl.join(even, gl.join((words >> 8).to(gl.int8), (words >> 24).to(gl.int8)))
 
 
 @gluon.jit
-def _query_fragment(q, W: gl.constexpr, D: gl.constexpr, QUANTIZED: gl.constexpr, LAYOUT: gl.constexpr):
-    """q ``[W, 8, D]`` → B ``[W, D, 8]``, D in the order of ``_key_fragment``."""
-    if QUANTIZED:
-        bits = gl.reshape(q.to(gl.float16), [W, 8, D // 64, 4, 4, 2, 2])
-    else:
-        bits = gl.reshape(q, [W, 8, D // 32, 4, 2, 2, 2])
-    q = gl.reshape(gl.permute(bits, (0, 1, 2, 4, 5, 3, 6)), [W, 8, D])
-    return gl.convert_layout(gl.permute(q, (0, 2, 1)), LAYOUT)
+def _key_order(x, W: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, QUANTIZED: gl.constexpr):
+    """Elements of K or q, ``D`` in all in the last dimensions, in the order in which they are multiplied.
 
-
-@gluon.jit
-def _key_fragment(
-    words, W: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr, QUANTIZED: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """K ``[W, 16, words]`` → A ``[W, 16, D]``; INT8 values come out 1152 too large.
-
-    A lane's run along d is (u, c, …, b1, b0), and the product index must be (u, …, b1, c, b0).
+    A lane's 16 bytes along d are (u, c, s, b2, b1, b0) for INT8 and (u, c, s, b1, b0) else; the product index must be
+    (u, s, b2, c, b1, b0) and (u, s, b1, c, b0).
     """
     if QUANTIZED:
-        k = gl.reshape(_unpack_8(words, UNPACK_8_BIASED), [W, 16, D // 64, 4, 4, 2, 2])
-        k = gl.permute(k, (0, 1, 2, 4, 6, 3, 5))
+        x = gl.permute(gl.reshape(x, [W, ROWS, D // 64, 4, 2, 2, 4]), (0, 1, 2, 4, 5, 3, 6))
     else:
-        k = gl.permute(gl.reshape(_unpack_16(words, dtype), [W, 16, D // 32, 4, 2, 2, 2]), (0, 1, 2, 4, 5, 3, 6))
-    return gl.convert_layout(gl.reshape(k, [W, 16, D]), LAYOUT)
+        x = gl.permute(gl.reshape(x, [W, ROWS, D // 32, 4, 2, 2, 2]), (0, 1, 2, 4, 5, 3, 6))
+    return gl.reshape(x, [W, ROWS, D])
+
+
+@gluon.jit
+def _scores(
+    k,
+    query,
+    scale,
+    k_scale,
+    W: gl.constexpr,
+    D: gl.constexpr,
+    H: gl.constexpr,
+    QUANTIZED: gl.constexpr,
+    MMA: gl.constexpr,
+    S: gl.constexpr,
+):
+    """K ``[W, 16, words]`` and the query's heads → fp32 ``[W, 16, H]``."""
+    if QUANTIZED:
+        A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+        k = gl.convert_layout(_key_order(_bytes(k), W, 16, D, True), A)
+        product = mma_v2(k, query, gl.zeros([W, 16, 2 * H], gl.int32, MMA))
+        upper, lower = gl.split(gl.reshape(product, [W, 16, H, 2]))
+        score = (upper * 256 + lower).to(gl.float32)
+        scale = gl.expand_dims(scale, 1) * gl.expand_dims(k_scale, 2)
+    else:
+        A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+        k = gl.convert_layout(_key_order(_halves(k, query.dtype), W, 16, D, False), A)
+        score = mma_v2(k, query, gl.zeros([W, 16, 8], gl.float32, MMA))
+        score = gl.reshape(score, [W, 16, 4, 2])
+        if H == 4:
+            score, _ = gl.split(score)
+        else:
+            score = gl.reshape(gl.permute(score, (0, 1, 3, 2)), [W, 16, 8])
+        scale = gl.expand_dims(scale, 1)
+    return gl.convert_layout(score, S) * scale
+
+
+@gluon.jit
+def _probability_fragment(p, W: gl.constexpr, H: gl.constexpr, dtype: gl.constexpr, B: gl.constexpr):
+    """P ``[W, 16, H]`` → right operand ``[W, 16, 8]``; of 4 heads every other column is 0."""
+    ASM: gl.constexpr = TRANSPOSE_FP16 if dtype == gl.float16 else TRANSPOSE_BF16
+    if H == 4:
+        low, high = p, gl.zeros_like(p)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(p, [W, 16, 2, 4]), (0, 1, 3, 2)))
+    first, second = gl.inline_asm_elementwise(
+        ASM, "=h,=h,f,f", [low, high], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    p = gl.reshape(gl.join(first, second).to(dtype, bitcast=True), [W, 2, 8, 4, 2])  # tokens are (b1, c, b0)
+    return gl.convert_layout(gl.reshape(gl.permute(p, (0, 1, 3, 4, 2)), [W, 16, 8]), B)
 
 
 @gluon.jit
 def _value_fragment(
-    words, W: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr, QUANTIZED: gl.constexpr, LAYOUT: gl.constexpr
+    words, W: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr, QUANTIZED: gl.constexpr, A: gl.constexpr
 ):
-    """V ``[W, 16, words]`` → A ``[W, D, 16]``; d is (x, g, e) and becomes row (x, e, g)."""
+    """V ``[W, 16, words]`` → A ``[W, D, 16]``; d is (x, g, e) and becomes row (x, e, g). INT8: V_BIAS too large."""
     if QUANTIZED:
-        v = gl.reshape(_unpack_8(words, UNPACK_8), [W, 16, 8, D // 32, 2, 2])
-        v = gl.permute(v, (0, 3, 5, 4, 2, 1))
+        first, second = gl.split(gl.permute(gl.reshape(words, [W, 8, 2, D // 4]), (0, 1, 3, 2)))
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            UNPACK_8,
+            "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r",
+            [first, second],
+            dtype=(gl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+        v = gl.join(gl.join(gl.join(a, c), gl.join(b, d)), gl.join(gl.join(e, g), gl.join(f, h)))
+        v = gl.permute(gl.reshape(v, [W, 8, 8, D // 32, 4, 2]), (0, 3, 4, 2, 1, 5))
     else:
-        v = gl.permute(gl.reshape(_unpack_16(words, dtype), [W, 16, D // 64, 8, 8]), (0, 2, 4, 3, 1))
-    return gl.convert_layout(gl.reshape(v, [W, D, 16]), LAYOUT)
+        v = gl.permute(gl.reshape(_halves(words, dtype), [W, 16, D // 64, 8, 8]), (0, 2, 4, 3, 1))
+    return gl.convert_layout(gl.reshape(v, [W, D, 16]), A)
+
+
+@gluon.jit
+def _head_of(column):
+    return column // 2 + column % 2 * 4
+
+
+@gluon.jit
+def _columns(x, W: gl.constexpr, H: gl.constexpr, L: gl.constexpr):
+    """``[W, H]`` by head → ``[W, 8]`` by column of P V; the columns of no head get another's."""
+    if H == 4:
+        x = gl.reshape(gl.join(x, x), [W, 8])
+    else:
+        x = gl.reshape(gl.permute(gl.reshape(x, [W, 2, 4]), (0, 2, 1)), [W, 8])
+    return gl.convert_layout(x, L)
+
+
+@gluon.jit
+def _rescaled(acc, factor, bias, W: gl.constexpr, D: gl.constexpr, H: gl.constexpr, MMA: gl.constexpr):
+    """``acc · factor + bias``: ``[W, D, 8]``, ``[W, H]``, and ``[W, 16, 8]`` with equal rows."""
+    tiles = gl.reshape(acc, [W, D // 16, 16, 4, 2])
+    even, odd = gl.split(tiles)
+    even_bias, odd_bias = gl.split(gl.reshape(bias, [W, 16, 4, 2]))
+    L: gl.constexpr = even.type.layout
+    BIAS: gl.constexpr = gl.SliceLayout(1, L)
+    FACTOR: gl.constexpr = gl.SliceLayout(1, BIAS)
+    if H == 4:  # odd columns are 0 and stay so
+        factor = gl.expand_dims(gl.expand_dims(gl.convert_layout(factor, FACTOR), 1), 1)
+        even = even * factor + gl.expand_dims(gl.convert_layout(even_bias, BIAS), 1)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(factor, [W, 2, 4]), (0, 2, 1)))
+        low = gl.expand_dims(gl.expand_dims(gl.convert_layout(low, FACTOR), 1), 1)
+        high = gl.expand_dims(gl.expand_dims(gl.convert_layout(high, FACTOR), 1), 1)
+        even = even * low + gl.expand_dims(gl.convert_layout(even_bias, BIAS), 1)
+        odd = odd * high + gl.expand_dims(gl.convert_layout(odd_bias, BIAS), 1)
+    return gl.convert_layout(gl.reshape(gl.join(even, gl.convert_layout(odd, L)), [W, D, 8]), MMA)
 
 
 # -- the kernel -------------------------------------------------------------------------------------------------------
@@ -399,20 +513,25 @@ def hopper_decode_kernel(
     W: gl.constexpr = gl.num_warps()
     STEP: gl.constexpr = 16 * W
     WORDS: gl.constexpr = D // 4 if QUANTIZED else D // 2
+    H: gl.constexpr = 4 if GROUP <= 4 else 8
     dtype: gl.constexpr = gl.float16 if QUANTIZED else q.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    Q: gl.constexpr = _row_layout(W, 8, D, 16 if QUANTIZED else 8)
+    QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if QUANTIZED else 2)
+    Q: gl.constexpr = _row_layout(W, 2 * H, D, 16) if QUANTIZED else _row_layout(W, 8, D, 8)
     K: gl.constexpr = _row_layout(W, 16, WORDS, 4)
     V: gl.constexpr = _value_layout(W, WORDS, min(4, WORDS // 8))
+    S: gl.constexpr = _score_layout(W, H)
+    TOKENS: gl.constexpr = gl.SliceLayout(2, S)
+    HEADS: gl.constexpr = gl.SliceLayout(1, S)
+    WARPS: gl.constexpr = gl.SliceLayout(1, TOKENS)
+    COLUMNS: gl.constexpr = gl.SliceLayout(1, MMA)
     X: gl.constexpr = 1 if QUANTIZED else D // 64
     SUM: gl.constexpr = _sum_layout(W, D, X)
     OUT: gl.constexpr = _out_layout(W, D)
     EACH: gl.constexpr = _each_layout(W)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [W, 1], [1, 0])
-    TOKENS: gl.constexpr = gl.SliceLayout(2, MMA)
-    WARPS: gl.constexpr = gl.SliceLayout(1, TOKENS)
 
     kv_head = gl.program_id(0)
     program = gl.program_id(1)
@@ -435,92 +554,106 @@ def hopper_decode_kernel(
     warp = 16 * gl.arange(0, W, WARPS)
     token = gl.expand_dims(warp, 1) + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)
     left = end - start
-    first, last = start + warp, end - 1
-    page = _load_page(block_table, seq, table_stride, first, end, BLOCK_SIZE)
-    k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
-    v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+    page = _load_page(block_table, seq, table_stride, start + warp, end, BLOCK_SIZE)
+    row, live = _tile_row(start + warp, page, end, kv_head, BLOCK_SIZE, KV_HEADS)
+    k = _load_tile(k_cache, row, live, K, WORDS, False)
+    v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED)
+    ks = 0.0
     if QUANTIZED:
-        ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-        vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
+        ks = _load_scales(k_scale, row, TOKENS)
+        vs = _load_scales(v_scale, row, TOKENS)
     gdc_wait()
     if is_last_piece & (left <= STEP):  # the newest token is in this tile: again
-        k = _load_tile(k_cache, first, page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
-        v = _load_tile(v_cache, first, page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+        k = _load_tile(k_cache, row, live, K, WORDS, False)
+        v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED)
         if QUANTIZED:
-            ks = _load_scales(k_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-            vs = _load_scales(v_scale, first, page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-    query = _load_query(q, seq, q_stride_token, q_stride_head, kv_head, W, D, GROUP, QUANTIZED, Q, B)
-    bias = gl.zeros([W, 16, 8], gl.float32, MMA)
-    if QUANTIZED:  # what the bias of K adds to every score, subtracted in advance: -1152 · Σ q
-        bias = mma_v2(gl.full([W, 16, D], -1152.0, dtype, A), query, bias)
+            ks = _load_scales(k_scale, row, TOKENS)
+            vs = _load_scales(v_scale, row, TOKENS)
+    query, q_scale = _load_query(
+        q, seq, q_stride_token, q_stride_head, kv_head, qk_scale, W, D, GROUP, QUANTIZED, H, Q, QUERY, HEADS
+    )
     # Finite, because a warp may have no token; probabilities of INT8 are shifted to at most 2^8 (see _kernels).
-    maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
-    normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
+    maximum = gl.full([W, H], -1e30, gl.float32, HEADS)
+    normaliser = gl.zeros([W, 16, H], gl.float32, S)
     acc = gl.zeros([W, D, 8], gl.float32, MMA)
 
     # Loads are a tile ahead of the products, and page ids two, also where the next tile is that of another item.
     ahead, seq, start, end = _advance(items, item, stop, seq, start, end, STEP)
     page = _load_page(block_table, seq, table_stride, start + warp, end, BLOCK_SIZE)
     for _ in range(steps):
-        score = mma_v2(_key_fragment(k, W, D, dtype, QUANTIZED, A), query, bias)
-        first, last, this_page = start + warp, end - 1, page
-        k = _load_tile(k_cache, first, this_page, last, kv_head, K, WORDS, BLOCK_SIZE, KV_HEADS)
+        score = _scores(k, query, q_scale, ks, W, D, H, QUANTIZED, MMA, S)
+        row, live = _tile_row(start + warp, page, end, kv_head, BLOCK_SIZE, KV_HEADS)
+        k = _load_tile(k_cache, row, live, K, WORDS, False)
+        if QUANTIZED:
+            ks = _load_scales(k_scale, row, TOKENS)
         ahead, seq, start, end = _advance(items, ahead, stop, seq, start, end, STEP)
         page = _load_page(block_table, seq, table_stride, start + warp, end, BLOCK_SIZE)
-        if QUANTIZED:
-            score *= gl.expand_dims(ks * qk_scale, 2)
-            ks = _load_scales(k_scale, first, this_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-        else:
-            score *= qk_scale
-        score = gl.where(gl.expand_dims(token < left, 2), score, float("-inf"))
+        is_token = gl.expand_dims(token < left, 2)
+        score = gl.where(is_token, score, float("-inf"))
         new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
-        correction = gl.expand_dims(gl.exp2(maximum - new_maximum), 1)
+        correction = gl.exp2(maximum - new_maximum)
         p = gl.exp2(score - gl.expand_dims(new_maximum, 1))
         maximum = new_maximum
-        normaliser = normaliser * correction + p
-        if QUANTIZED:
-            p *= gl.expand_dims(vs, 2)
-            vs = _load_scales(v_scale, first, this_page, last, kv_head, TOKENS, BLOCK_SIZE, KV_HEADS)
-        p = gl.convert_layout(p.to(dtype), B)
-        acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc * correction)
-        v = _load_tile(v_cache, first, this_page, last, kv_head, V, WORDS, BLOCK_SIZE, KV_HEADS)
+        normaliser = normaliser * gl.expand_dims(correction, 1) + p
+        bias = gl.zeros([W, 16, 8], gl.float32, MMA)
+        if QUANTIZED:  # a scale past the end may be anything
+            p = gl.where(is_token, p * gl.expand_dims(vs, 2), 0.0)
+            vs = _load_scales(v_scale, row, TOKENS)
+        p = _probability_fragment(p, W, H, dtype, B)
+        if QUANTIZED:  # what V_BIAS adds to every sum of this tile, subtracted in advance
+            bias = mma_v2(gl.full([W, 16, 16], -V_BIAS, dtype, A), p, bias)
+        acc = _rescaled(acc, correction, bias, W, D, H, MMA)
+        acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc)
+        v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED)
 
         left -= STEP
         if left <= 0:
             done = gl.load(items + item * ITEM)
             pieces = gl.load(items + item * ITEM + 4)
             # The warps of the program add up.
-            top = gl.max(gl.convert_layout(maximum, EACH), 0)
-            weight = gl.exp2(
-                maximum - gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(1, MMA))), 0)
-            )
-            total = gl.sum(gl.convert_layout(gl.sum(normaliser, 1) * weight, EACH), 0)
+            peak = _columns(maximum, W, H, COLUMNS)
+            top = gl.max(gl.convert_layout(peak, EACH), 0)
+            weight = gl.exp2(peak - gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(0, COLUMNS)), 0))
+            total = _columns(gl.sum(normaliser, 1), W, H, COLUMNS)
+            total = gl.sum(gl.convert_layout(total * weight, EACH), 0)
             result = gl.sum(gl.convert_layout(acc * gl.expand_dims(weight, 1), SUM), 0)
             result = gl.reshape(gl.permute(result, (1, 0)), [8, X, D // X // 8, 8])  # rows were (x, e, g)
             result = gl.convert_layout(gl.reshape(gl.permute(result, (0, 1, 3, 2)), [8, D]), OUT)
             result = result / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, OUT)), 1)
-            out_head = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, OUT)), 1)
+            out_head = gl.expand_dims(_head_of(gl.arange(0, 8, gl.SliceLayout(1, OUT))), 1)
             out_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, OUT)), 0)
-            live = out_head + 0 * out_dim < GROUP
+            is_head = out_head + 0 * out_dim < GROUP
             out_group = out + done.to(gl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
             if pieces == 1:
-                gl.store(out_group + out_head * out_stride_head + out_dim, result.to(out.dtype.element_ty), mask=live)
+                gl.store(
+                    out_group + out_head * out_stride_head + out_dim, result.to(out.dtype.element_ty), mask=is_head
+                )
             else:
-                row = (item * KV_HEADS + kv_head) * GROUP
-                gl.store(partial + row.to(gl.int64) * D + (out_head * D + out_dim), result, mask=live)
-                column = gl.arange(0, 8, gl.SliceLayout(0, EACH))
-                gl.store(lse + row + column, top + gl.log2(total), mask=column < GROUP)
+                part = (item * KV_HEADS + kv_head) * GROUP
+                gl.store(partial + part.to(gl.int64) * D + (out_head * D + out_dim), result, mask=is_head)
+                lse_head = _head_of(gl.arange(0, 8, gl.SliceLayout(0, EACH)))
+                gl.store(lse + part + lse_head, top + gl.log2(total), mask=lse_head < GROUP)
             item += 1
             following = items + gl.minimum(item, stop - 1) * ITEM
             left = gl.load(following + 2) - gl.load(following + 1)
-            query = _load_query(
-                q, gl.load(following), q_stride_token, q_stride_head, kv_head, W, D, GROUP, QUANTIZED, Q, B
+            query, q_scale = _load_query(
+                q,
+                gl.load(following),
+                q_stride_token,
+                q_stride_head,
+                kv_head,
+                qk_scale,
+                W,
+                D,
+                GROUP,
+                QUANTIZED,
+                H,
+                Q,
+                QUERY,
+                HEADS,
             )
-            if QUANTIZED:
-                bias = gl.zeros([W, 16, 8], gl.float32, MMA)
-                bias = mma_v2(gl.full([W, 16, D], -1152.0, dtype, A), query, bias)
-            maximum = gl.full([W, 8], -1e30, gl.float32, gl.SliceLayout(1, MMA))
-            normaliser = gl.zeros([W, 16, 8], gl.float32, MMA)
+            maximum = gl.full([W, H], -1e30, gl.float32, HEADS)
+            normaliser = gl.zeros([W, 16, H], gl.float32, S)
             acc = gl.zeros([W, D, 8], gl.float32, MMA)
 
     if FUSED_MERGE:
@@ -537,9 +670,9 @@ def hopper_decode_kernel(
                     gl.store(counter, 0)
                     out_group = out + seq.to(gl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
                     for g in range(GROUP):
-                        row = (origin * KV_HEADS + kv_head) * GROUP + g
+                        piece = (origin * KV_HEADS + kv_head) * GROUP + g
                         _merge_pieces(
-                            partial, lse, row, pieces, KV_HEADS * GROUP, out_group + g * out_stride_head, D, ROWS
+                            partial, lse, piece, pieces, KV_HEADS * GROUP, out_group + g * out_stride_head, D, ROWS
                         )
 
 
