@@ -30,7 +30,6 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 def embedding_kernel(ids, weight, out, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     row = tl.load(weight + tl.load(ids + token).to(tl.int64) * N + column, mask=column < N)
@@ -38,14 +37,17 @@ def embedding_kernel(ids, weight, out, N: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See ``nanoserve.ops.embedding``. Of few tokens, torch's own kernel takes three times as long."""
+    """See ``nanoserve.ops.embedding``. Of few tokens, torch's own kernel takes three times as long.
+
+    The first kernel of the model is launched without PDL, so that all later ones find finished what was made for the
+    step before it (positions, slots, block tables, plans), even before their ``gdc_wait``.
+    """
     n = weight.shape[1]
     out = torch.empty(ids.shape[0], n, dtype=dtype, device=weight.device)
     if len(ids):
-        pdl = supports_pdl(weight)
         block = triton.next_power_of_2(n)
         embedding_kernel[(len(ids),)](
-            ids, weight, out, N=n, BLOCK=block, PDL=pdl, num_warps=max(1, min(8, block // 256)), launch_pdl=pdl
+            ids, weight, out, N=n, BLOCK=block, PDL=supports_pdl(weight), num_warps=max(1, min(8, block // 256))
         )
     return out
 

@@ -43,8 +43,8 @@ def chunk_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = (tl.num_programs(1) - 1 - tl.program_id(1)) * CHUNKS + tl.arange(0, CHUNKS)  # the L2 has the last ones
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     x = tl.load(logits + row * vocab_size + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     at = row * num_chunks + chunk
@@ -397,7 +397,7 @@ def sample(
     if random:
         kept = logits.new_empty(batch, TILE)
         kept_ids = torch.empty(batch, TILE + block, dtype=torch.int32, device=logits.device)
-    chunk_kernel[(triton.cdiv(num_chunks, CHUNKS), batch)](
+    chunk_kernel[(batch, triton.cdiv(num_chunks, CHUNKS))](
         logits,
         params,
         maxima,

@@ -100,16 +100,13 @@ def store_kernel(
 
 
 @triton.jit
-def _rope(first, second, eps, weight, cos_sin, position, HEAD_DIM: tl.constexpr, half, in_half):
+def _rope(first, second, eps, first_weight, second_weight, cos, sin, HEAD_DIM: tl.constexpr):
     """RMS norm over both halves of each row, then the rotation of element i with i + head_dim / 2; fp32."""
     variance = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM
     inverse = tl.rsqrt(variance + eps)[:, None]
-    angle = cos_sin + position.to(tl.int64) * HEAD_DIM + half
-    cos = tl.load(angle, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(angle + HEAD_DIM // 2, mask=in_half, other=0.0)[None, :]
-    first = first * inverse * tl.load(weight + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    second = second * inverse * tl.load(weight + HEAD_DIM // 2 + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    return first * cos - second * sin, second * cos + first * sin
+    first = first * inverse * first_weight[None, :]
+    second = second * inverse * second_weight[None, :]
+    return first * cos[None, :] - second * sin[None, :], second * cos[None, :] + first * sin[None, :]
 
 
 @triton.jit
@@ -172,28 +169,35 @@ def norm_rope_store_kernel(
 ):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     groups: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) // HEADS
     token = (tl.program_id(0) // groups).to(tl.int64)
     first_head = tl.program_id(0) % groups * HEADS
+    # All but qkv is older than the kernel before.
     position = tl.load(positions + token)
     head = first_head + tl.arange(0, HEADS)
     slot = tl.load(slots + token + tl.zeros_like(head))  # one per row: the interpreter cannot broadcast a scalar mask
     keep = slot >= 0
     half = tl.arange(0, BLOCK_HALF)
     in_half = half < HEAD_DIM // 2
+    weight = (q_weight if first_head < Q_HEADS else k_weight) + half
+    first_weight = tl.load(weight, mask=in_half, other=0.0).to(tl.float32)
+    second_weight = tl.load(weight + HEAD_DIM // 2, mask=in_half, other=0.0).to(tl.float32)
+    angle = cos_sin + position.to(tl.int64) * HEAD_DIM + half
+    cos = tl.load(angle, mask=in_half, other=0.0)
+    sin = tl.load(angle + HEAD_DIM // 2, mask=in_half, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     source = qkv + token * QKV_TOKEN + head[:, None] * HEAD_DIM + half[None, :]
     first = tl.load(source, mask=in_half[None, :], other=0.0).to(tl.float32)
     second = tl.load(source + HEAD_DIM // 2, mask=in_half[None, :], other=0.0).to(tl.float32)
     at = token * (OUT_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + half[None, :]
     dtype: tl.constexpr = fused.dtype.element_ty
     if first_head < Q_HEADS:
-        first, second = _rope(first, second, eps, q_weight, cos_sin, position, HEAD_DIM, half, in_half)
+        first, second = _rope(first, second, eps, first_weight, second_weight, cos, sin, HEAD_DIM)
         tl.store(fused + at, first.to(dtype), mask=in_half[None, :])
         tl.store(fused + at + HEAD_DIM // 2, second.to(dtype), mask=in_half[None, :])
     elif first_head < Q_HEADS + KV_HEADS:
-        first, second = _rope(first, second, eps, k_weight, cos_sin, position, HEAD_DIM, half, in_half)
+        first, second = _rope(first, second, eps, first_weight, second_weight, cos, sin, HEAD_DIM)
         first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
         row = _cache_row(slot, head - Q_HEADS, KV_HEADS, BLOCK_SIZE)
         _store_halves(first, second, k_cache, k_scale, fused, row, at, keep, half, in_half, HEAD_DIM, QUANTIZED)
