@@ -82,22 +82,24 @@ def compile_case(
             "report": str(kernel),
             "stack": kernel.stack,
             "mma": "mma.sync" in kernel.ptx,
-            "shared memory between products": count_shared_memory_between_products(kernel.sass()),
+            "integer mma": kernel.ptx.count("m16n8k32.row.col.satfinite.s32.s8.s8.s32"),
+            "byte permutes between products": count_between_products(kernel.sass(), ("PRMT",)),
+            "shared memory between products": count_between_products(kernel.sass(), ("BAR", "LDS", "STS")),
         }
         for kernel in kernels
     }
 
 
-def count_shared_memory_between_products(sass: list[str]) -> int:
+def count_between_products(sass: list[str], operations: tuple[str, ...]) -> int:
     """Within stretches without a branch: at the end of an item q does pass through shared memory."""
     count, since_product = 0, None
     for line in sass:
         if "BRA" in line:
             since_product = None
-        elif "HMMA" in line:
+        elif "HMMA" in line or "IMMA" in line:
             count, since_product = count + (since_product or 0), 0
         elif since_product is not None:
-            since_product += any(op in line for op in ("BAR", "LDS", "STS"))
+            since_product += any(op in line for op in operations)
     return count
 
 
@@ -131,6 +133,9 @@ def test_compiles_without_spills(architecture: str, name: str, compiled: dict[st
     assert kernel["mma"] == (backend not in ("paged_v1", "int8_fused"))
     if backend == "hopper_decode":  # what a lane loads is a fragment already
         assert kernel["shared memory between products"] == 0, kernel["report"]
+        # INT8: K is multiplied as it lies, and V takes 3 permutes for 2 words of 4.
+        assert (kernel["integer mma"] > 0) == (CASES[name].get("kv") == "int8")
+        assert kernel["byte permutes between products"] <= 48, kernel["report"]
 
 
 if __name__ == "__main__":
