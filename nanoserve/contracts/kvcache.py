@@ -104,6 +104,8 @@ class KVCacheFormat(ABC):
         The callable is ``f(layer, qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping) -> (q, k, v)``:
         qkv ``[tokens, (q_heads + 2 * kv_heads) * head_dim]`` straight from the projection; cos_sin
         ``[max_positions, head_dim]`` fp32 (first half cos, second half sin); positions and slot_mapping ``[tokens]``.
+        With programmatic dependent launch it may read all but qkv before the kernel ahead has ended: they were written
+        before the step's first kernel began.
         Returns normalised and rotated q ``[tokens, q_heads, head_dim]`` and the k, v ``[tokens, kv_heads, head_dim]``
         a fresh prefill may attend to instead of the cache (for a quantised format: exactly what the cache holds).
         """

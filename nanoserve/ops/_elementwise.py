@@ -1,7 +1,8 @@
 """Triton kernels of embeddings, norms, SwiGLU's gate and a decode step's inputs. One launch each, mathematics in fp32.
 
 ``PDL`` (programmatic dependent launch, compute capability 9.0): the next kernel may start at once, and what depends on
-the kernel before is touched only after ``gdc_wait``. The interpreter and older GPUs run without.
+the kernel before is touched only after ``gdc_wait``. The interpreter and older GPUs run without. Only the embedding,
+the first kernel of a model, is launched after all before it has ended.
 """
 
 from __future__ import annotations

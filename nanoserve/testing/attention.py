@@ -647,6 +647,19 @@ class AttentionBackendSuite:
         healthy = [i for i in range(len(out)) if not rows.start <= i < rows.stop]
         assert torch.equal(out[healthy], expected[healthy]), f"NaN in {spoilt} of one sequence shows in others"
 
+    def test_a_nan_in_a_query_shows(self, phase: Phase, kv_format: str) -> None:
+        """One element that is NaN, of one head of one token: that head's output is NaN, and nothing else's."""
+        context = self.make_context(kv_format)
+        backend = self.build(context)
+        case = self.make_case(context, phase, self.mixed)
+        expected, token, head = case.run(backend), _starts(case.query_lens)[1], context.num_q_heads - 1
+        q = case.q.clone()
+        q[token, head, context.head_dim // 2] = torch.nan
+        out = replace(case, q=q).run(backend)
+        assert out[token, head].isnan().all(), "a NaN in q does not reach the output"
+        out[token, head] = expected[token, head]
+        assert torch.equal(out, expected), "a NaN in one head of q shows in others"
+
     def test_is_deterministic_and_writes_all_of_out(self, phase: Phase, kv_format: str) -> None:
         context = self.make_context(kv_format)
         backend = self.build(context)

@@ -10,7 +10,7 @@ split context are merged by their log-sum-exp (FlashDecoding, Dao et al., 2023).
 INT8 scales are folded algebraically: ``score[t] = k_scale[t] · (k_int8[t] · q)`` and ``p[t] · v_scale[t]`` multiplies
 ``v_int8[t]``, so the dots run on integers that fp16 holds exactly. Probabilities are shifted to at most 2^8, which the
 normaliser takes out again: ``p · v_scale`` would else fall among the subnormals of fp16. With 16-bit models q and
-``p · v_scale`` are fp16 then: |q| and |V| must stay below 65504 and 2^15.
+``p · v_scale`` are fp16 then: |q| and |V| must stay below 65504 and 32496. (``hopper_decode`` has q as integers.)
 """
 
 from __future__ import annotations

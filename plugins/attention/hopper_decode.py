@@ -1,12 +1,16 @@
 """Decode backend ``hopper_decode``: ``paged_v2_split`` written in Gluon for compute capability 9.0, bf16/fp16 and INT8.
 
 Every warp walks tiles of 16 tokens on its own: no shared memory, no barrier before its end. A 16-byte load from the
-cache already **is** a fragment of ``mma.m16n8k16``, because each lane may hold whatever elements of head_dim it likes,
-as long as q (for K) and the output (for V) are permuted alike. K and Vᵀ are the left operands, Sᵀ = K qᵀ and
-Oᵀ += Vᵀ Pᵀ, so that the query heads of a group fill 8 columns instead of 16 rows, and a tile is reloaded as soon as it
-is used. INT8 values become fp16 by byte permutes; the bias that leaves in K is part of the accumulator's start.
+cache already **is** a fragment of ``mma``, because each lane may hold whatever elements of head_dim it likes, as long
+as q (for K) and the output (for V) are permuted alike. K and Vᵀ are the left operands, Sᵀ = K qᵀ and Oᵀ += Vᵀ Pᵀ, so
+that the query heads of a group fill 8 columns instead of 16 rows, and a tile is reloaded as soon as it is used.
 
-The warps of a program take turns at the tiles of one work item (``WorkList``) and add up at its end, while the first
+INT8: K is multiplied as it lies, by integers. A head of q is two columns, the upper and the lower byte of 16-bit
+integers with a scale of their own, which is closer than bf16. V becomes fp16 by byte permutes, 1152 too large; what
+that adds to the sums of a tile is one more product, and where they start from. Two tiles make a step, for a step costs
+as much as a tile.
+
+The warps of a program take turns at the steps of one work item (``WorkList``) and add up at its end, while the first
 tile of the next item is on its way. The first tile of all is loaded before the kernel before has ended, which is where
 the newest token of a context comes from and nothing else that is read here, except q. So K and V of all other tokens,
 and the block table, must have been written before ``plan_decode``.
@@ -55,12 +59,13 @@ class HopperDecodeBackend(AttentionBackend):
             raise ValueError("hopper_decode cannot be interpreted; paged_v2_split is its portable twin")
         self.qk_scale = qk_scale(context)
         self.quantized = context.kv.name == "int8"
-        # 8 warps of a multiprocessor keep 8 KiB each in flight; INT8 has half of that and needs all that fit, but for
-        # one program while another kernel is to start beside it and merge.
-        self.num_warps, per_multiprocessor = (2, {True: 8, False: 5}) if self.quantized else (4, {True: 2, False: 2})
-        # No limit for 16 bits, lest a third program fit: where the kernel before drains, some multiprocessors would
-        # get three and others one.
-        self.max_registers = {True: 128, False: 168} if self.quantized else {True: 255, False: None}
+        # 8 warps of a multiprocessor keep 8 KiB each in flight: two tiles of INT8, one of 16 bits. While another kernel
+        # is to start beside this one and merge, INT8 leaves it room.
+        self.num_warps, per_multiprocessor = (1, {True: 8, False: 6}) if self.quantized else (4, {True: 2, False: 2})
+        self.tokens_per_warp = 32 if self.quantized else 16
+        # 255 is no limit, but without one the compiler makes do with 168 for 16 bits, so that a third program fits: where
+        # the kernel before drains, some multiprocessors would get three and others one.
+        self.max_registers = {True: 255, False: 255 if self.quantized else None}
         self.programs = {
             fused_merge: options.num_splits or max(1, n * gpu.multiprocessors // context.num_kv_heads)
             for fused_merge, n in per_multiprocessor.items()
@@ -75,7 +80,7 @@ class HopperDecodeBackend(AttentionBackend):
 
     def plan_decode(self, meta: DecodeMetadata) -> tuple[int, int, bool]:
         plan = num_warps, programs, _ = self.launch(meta.num_seqs)
-        self.work.plan(meta, programs, 16 * num_warps)
+        self.work.plan(meta, programs, self.tokens_per_warp * num_warps)
         return plan
 
     def decode(self, q: torch.Tensor, layer: LayerCache, meta: DecodeMetadata, out: torch.Tensor) -> None:
@@ -104,6 +109,7 @@ class HopperDecodeBackend(AttentionBackend):
             BLOCK_SIZE=context.block_size,
             QUANTIZED=self.quantized,
             FUSED_MERGE=fused_merge,
+            TOKENS_PER_WARP=self.tokens_per_warp,
             EARLY=meta.num_seqs <= EARLY_SEQS,
             num_warps=num_warps,
             maxnreg=self.max_registers[fused_merge],
@@ -144,23 +150,35 @@ def _row_layout(warps, rows, width, run):
 
 
 @gluon.constexpr_function
-def _value_layout(warps, width, run):
-    """V: lane (g, c) holds ``run`` neighbours of tokens 2c, 2c + 1, 2c + 8, 2c + 9, and g moves on along d."""
+def _value_layout(warps, tokens, width, run):
+    """V: lane (g, c) holds ``run`` neighbours of tokens 2c, 2c + 1, 2c + 8, 2c + 9, …, and g moves on along d."""
     return gl.DistributedLinearLayout(
-        _bits(2, 1, run) + _bits(2, 8 * run, width) + [[0, 1, 0], [0, 8, 0]],
+        _bits(2, 1, run) + _bits(2, 8 * run, width) + [[0, 1, 0]] + _bits(1, 8, tokens),
         _bits(1, 2, 8) + _bits(2, run, 8 * run),
         _bits(0, 1, warps),
         [],
-        [warps, 16, width],
+        [warps, tokens, width],
     )
 
 
 @gluon.constexpr_function
-def _score_layout(warps, heads):
-    """``[warps, 16, heads]``: lane (g, c) holds tokens g, g + 8 of heads c (and c + 4)."""
+def _score_layout(warps, tokens, heads):
+    """``[warps, tokens, heads]``: lane (g, c) holds tokens g, g + 8, … of heads c (and c + 4)."""
     return gl.DistributedLinearLayout(
-        [[0, 8, 0], *_bits(2, 4, heads)], _bits(2, 1, 4) + _bits(1, 1, 8), _bits(0, 1, warps), [], [warps, 16, heads]
+        _bits(1, 8, tokens) + _bits(2, 4, heads),
+        _bits(2, 1, 4) + _bits(1, 1, 8),
+        _bits(0, 1, warps),
+        [],
+        [warps, tokens, heads],
     )
+
+
+@gluon.constexpr_function
+def _tile_layout(warps, tiles):
+    """``[warps, tiles]``, the same in all lanes of a warp."""
+    bits = range(tiles.bit_length() - 1)
+    rows = [[1 << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 1 << i] for i in bits], [[0, 0]] * 5, rows, [], [warps, tiles])
 
 
 @gluon.constexpr_function
@@ -226,32 +244,42 @@ def _advance(items, item, stop, seq, start, end, STEP: gl.constexpr):
 def _load_page(block_table, seq, table_stride, first, end, BLOCK_SIZE: gl.constexpr):
     """The blocks in which tiles begin. Past the end: the last one."""
     block = gl.minimum(first, end - 1).to(gl.uint32) // BLOCK_SIZE
-    return gl.load(block_table + (seq * table_stride + block.to(gl.int32)))
+    return gl.load(block_table + seq.to(gl.int64) * table_stride + block.to(gl.int32))
 
 
 @gluon.jit
 def _tile_row(first, page, end, kv_head, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr):
     """First row in the cache of the tiles that begin at ``first``, and how many of its rows are live, which past the
-    end is none: ``[warps]``. There are fewer than 2^31 rows: more would be over 100 GB a layer."""
+    end is none: ``[warps, tiles]``. There are fewer than 2^31 rows: more would be over 100 GB a layer."""
     in_block = gl.minimum(first, end - 1).to(gl.uint32) // 16 * 16 % BLOCK_SIZE
     return (page * KV_HEADS + kv_head) * BLOCK_SIZE + in_block.to(gl.int32), end - first
 
 
 @gluon.jit
+def _per_token(x, L: gl.constexpr):
+    """``[warps, tiles]`` → ``[warps, 16 tiles]`` in layout L."""
+    W: gl.constexpr = x.shape[0]
+    TILES: gl.constexpr = x.shape[1]
+    tiles = gl.reshape(gl.full([W, 16 * TILES], 0, x.dtype, L), [W, TILES, 16])
+    x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(2, tiles.type.layout)), 2) + tiles
+    return gl.convert_layout(gl.reshape(x, [W, 16 * TILES]), L)
+
+
+@gluon.jit
 def _load_tile(cache, row, live, L: gl.constexpr, WIDTH: gl.constexpr, DEFINED: gl.constexpr):
-    """Words ``[warps, 16, WIDTH]`` of K or V, which are read once: they need not push other data out of the L2.
+    """Words ``[warps, 16 tiles, WIDTH]`` of K or V, which are read once: they need not push other data out of the L2.
 
     Rows that are not live hold whatever was there, and tiles without a live row whatever the registers did; or,
     DEFINED, copies of a live row.
     """
-    WARPS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
-    base = cache + gl.convert_layout(row, WARPS).to(gl.int64) * WIDTH
-    live = gl.expand_dims(gl.convert_layout(live, WARPS), 1)
-    token = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, L))), 0)
-    word = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
+    TOKENS: gl.constexpr = gl.SliceLayout(2, L)
+    token = gl.expand_dims(gl.arange(0, 16 * row.shape[1], gl.SliceLayout(0, TOKENS)) % 16, 0)
+    live = _per_token(live, TOKENS)
     if DEFINED:
         token = gl.minimum(token, gl.maximum(live - 1, 0))
-    address = gl.expand_dims(gl.expand_dims(base, 1), 2) + (gl.expand_dims(token, 2) * WIDTH + word)
+    base = cache + _per_token(row, TOKENS).to(gl.int64) * WIDTH
+    word = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
+    address = gl.expand_dims(base, 2) + (gl.expand_dims(token, 2) * WIDTH + word)
     if DEFINED:
         return gl.load(address, eviction_policy="evict_first")
     return gl.load(address, mask=gl.expand_dims(live > 0, 2), eviction_policy="evict_first")
@@ -259,9 +287,9 @@ def _load_tile(cache, row, live, L: gl.constexpr, WIDTH: gl.constexpr, DEFINED: 
 
 @gluon.jit
 def _load_scales(scales, row, TOKENS: gl.constexpr):
-    """fp32 ``[warps, 16]``."""
-    base = gl.expand_dims(scales + row.to(gl.int64), 1)
-    return gl.load(base + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)).to(gl.float32)
+    """fp32 ``[warps, 16 tiles]``."""
+    token = gl.expand_dims(gl.arange(0, 16 * row.shape[1], gl.SliceLayout(0, TOKENS)) % 16, 0)
+    return gl.load(scales + _per_token(row, TOKENS).to(gl.int64) + token).to(gl.float32)
 
 
 @gluon.jit
@@ -294,7 +322,8 @@ def _load_query(
     query = gl.load(q_group + head * q_stride_head + (dim + 0 * warp), mask=head + 0 * (dim + warp) < GROUP, other=0.0)
     if QUANTIZED:
         query = query.to(gl.float32)
-        peak = gl.max(gl.abs(query), 2)
+        # as integers, of which NaN is the largest: then it is the scale
+        peak = gl.max(query.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(gl.float32, bitcast=True)
         # 1.5 · 2^23: the sum's last bits are the number, rounded
         rounded = query * gl.expand_dims(32512.0 / gl.maximum(peak, 1e-30), 2) + 12582912.0
         number = rounded.to(gl.int32, bitcast=True) - 0x4B400000
@@ -378,55 +407,62 @@ def _scores(
     scale,
     k_scale,
     W: gl.constexpr,
+    T: gl.constexpr,
     D: gl.constexpr,
     H: gl.constexpr,
     QUANTIZED: gl.constexpr,
     MMA: gl.constexpr,
     S: gl.constexpr,
 ):
-    """K ``[W, 16, words]`` and the query's heads → fp32 ``[W, 16, H]``."""
+    """K ``[W, T, words]`` and the query's heads → fp32 ``[W, T, H]``."""
     if QUANTIZED:
         A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-        k = gl.convert_layout(_key_order(_bytes(k), W, 16, D, True), A)
-        product = mma_v2(k, query, gl.zeros([W, 16, 2 * H], gl.int32, MMA))
-        upper, lower = gl.split(gl.reshape(product, [W, 16, H, 2]))
+        k = gl.convert_layout(_key_order(_bytes(k), W, T, D, True), A)
+        product = mma_v2(k, query, gl.zeros([W, T, 2 * H], gl.int32, MMA))
+        upper, lower = gl.split(gl.reshape(product, [W, T, H, 2]))
         score = (upper * 256 + lower).to(gl.float32)
         scale = gl.expand_dims(scale, 1) * gl.expand_dims(k_scale, 2)
     else:
         A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-        k = gl.convert_layout(_key_order(_halves(k, query.dtype), W, 16, D, False), A)
-        score = mma_v2(k, query, gl.zeros([W, 16, 8], gl.float32, MMA))
-        score = gl.reshape(score, [W, 16, 4, 2])
+        k = gl.convert_layout(_key_order(_halves(k, query.dtype), W, T, D, False), A)
+        score = mma_v2(k, query, gl.zeros([W, T, 8], gl.float32, MMA))
+        score = gl.reshape(score, [W, T, 4, 2])
         if H == 4:
             score, _ = gl.split(score)
         else:
-            score = gl.reshape(gl.permute(score, (0, 1, 3, 2)), [W, 16, 8])
+            score = gl.reshape(gl.permute(score, (0, 1, 3, 2)), [W, T, 8])
         scale = gl.expand_dims(scale, 1)
     return gl.convert_layout(score, S) * scale
 
 
 @gluon.jit
-def _probability_fragment(p, W: gl.constexpr, H: gl.constexpr, dtype: gl.constexpr, B: gl.constexpr):
-    """P ``[W, 16, H]`` → right operand ``[W, 16, 8]``; of 4 heads every other column is 0."""
+def _probability_fragment(p, W: gl.constexpr, T: gl.constexpr, H: gl.constexpr, dtype: gl.constexpr, B: gl.constexpr):
+    """P ``[W, T, H]`` → right operand ``[W, T, 8]``; of 4 heads every other column is 0."""
     ASM: gl.constexpr = TRANSPOSE_FP16 if dtype == gl.float16 else TRANSPOSE_BF16
     if H == 4:
         low, high = p, gl.zeros_like(p)
     else:
-        low, high = gl.split(gl.permute(gl.reshape(p, [W, 16, 2, 4]), (0, 1, 3, 2)))
+        low, high = gl.split(gl.permute(gl.reshape(p, [W, T, 2, 4]), (0, 1, 3, 2)))
     first, second = gl.inline_asm_elementwise(
         ASM, "=h,=h,f,f", [low, high], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
-    p = gl.reshape(gl.join(first, second).to(dtype, bitcast=True), [W, 2, 8, 4, 2])  # tokens are (b1, c, b0)
-    return gl.convert_layout(gl.reshape(gl.permute(p, (0, 1, 3, 4, 2)), [W, 16, 8]), B)
+    p = gl.reshape(gl.join(first, second).to(dtype, bitcast=True), [W, T // 8, 8, 4, 2])  # tokens are (b1, c, b0)
+    return gl.convert_layout(gl.reshape(gl.permute(p, (0, 1, 3, 4, 2)), [W, T, 8]), B)
 
 
 @gluon.jit
 def _value_fragment(
-    words, W: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr, QUANTIZED: gl.constexpr, A: gl.constexpr
+    words,
+    W: gl.constexpr,
+    T: gl.constexpr,
+    D: gl.constexpr,
+    dtype: gl.constexpr,
+    QUANTIZED: gl.constexpr,
+    A: gl.constexpr,
 ):
-    """V ``[W, 16, words]`` → A ``[W, D, 16]``; d is (x, g, e) and becomes row (x, e, g). INT8: V_BIAS too large."""
+    """V ``[W, T, words]`` → A ``[W, D, T]``; d is (x, g, e) and becomes row (x, e, g). INT8: V_BIAS too large."""
     if QUANTIZED:
-        first, second = gl.split(gl.permute(gl.reshape(words, [W, 8, 2, D // 4]), (0, 1, 3, 2)))
+        first, second = gl.split(gl.permute(gl.reshape(words, [W, T // 2, 2, D // 4]), (0, 1, 3, 2)))
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
             UNPACK_8,
             "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r",
@@ -436,10 +472,10 @@ def _value_fragment(
             pack=1,
         )
         v = gl.join(gl.join(gl.join(a, c), gl.join(b, d)), gl.join(gl.join(e, g), gl.join(f, h)))
-        v = gl.permute(gl.reshape(v, [W, 8, 8, D // 32, 4, 2]), (0, 3, 4, 2, 1, 5))
+        v = gl.permute(gl.reshape(v, [W, T // 2, 8, D // 32, 4, 2]), (0, 3, 4, 2, 1, 5))
     else:
-        v = gl.permute(gl.reshape(_halves(words, dtype), [W, 16, D // 64, 8, 8]), (0, 2, 4, 3, 1))
-    return gl.convert_layout(gl.reshape(v, [W, D, 16]), A)
+        v = gl.permute(gl.reshape(_halves(words, dtype), [W, T, D // 64, 8, 8]), (0, 2, 4, 3, 1))
+    return gl.convert_layout(gl.reshape(v, [W, D, T]), A)
 
 
 @gluon.jit
@@ -507,11 +543,13 @@ def hopper_decode_kernel(
     BLOCK_SIZE: gl.constexpr,
     QUANTIZED: gl.constexpr,
     FUSED_MERGE: gl.constexpr,
+    TOKENS_PER_WARP: gl.constexpr,  # in a step: one or more tiles of 16
     EARLY: gl.constexpr,
 ):
     """q, out ``[num_seqs, q_heads, D]``; caches as int32 words; grid (kv_heads, programs); scratch: ``WorkList``."""
     W: gl.constexpr = gl.num_warps()
-    STEP: gl.constexpr = 16 * W
+    T: gl.constexpr = TOKENS_PER_WARP
+    STEP: gl.constexpr = T * W
     WORDS: gl.constexpr = D // 4 if QUANTIZED else D // 2
     H: gl.constexpr = 4 if GROUP <= 4 else 8
     dtype: gl.constexpr = gl.float16 if QUANTIZED else q.dtype.element_ty
@@ -520,12 +558,12 @@ def hopper_decode_kernel(
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if QUANTIZED else 2)
     Q: gl.constexpr = _row_layout(W, 2 * H, D, 16) if QUANTIZED else _row_layout(W, 8, D, 8)
-    K: gl.constexpr = _row_layout(W, 16, WORDS, 4)
-    V: gl.constexpr = _value_layout(W, WORDS, min(4, WORDS // 8))
-    S: gl.constexpr = _score_layout(W, H)
+    K: gl.constexpr = _row_layout(W, T, WORDS, 4)
+    V: gl.constexpr = _value_layout(W, T, WORDS, min(4, WORDS // 8))
+    S: gl.constexpr = _score_layout(W, T, H)
     TOKENS: gl.constexpr = gl.SliceLayout(2, S)
     HEADS: gl.constexpr = gl.SliceLayout(1, S)
-    WARPS: gl.constexpr = gl.SliceLayout(1, TOKENS)
+    TILES: gl.constexpr = _tile_layout(W, T // 16)
     COLUMNS: gl.constexpr = gl.SliceLayout(1, MMA)
     X: gl.constexpr = 1 if QUANTIZED else D // 64
     SUM: gl.constexpr = _sum_layout(W, D, X)
@@ -551,11 +589,13 @@ def hopper_decode_kernel(
         return
 
     # Older than the kernel before: the plan (see ``WorkList.plan``), the block table, all tokens but the newest.
-    warp = 16 * gl.arange(0, W, WARPS)
-    token = gl.expand_dims(warp, 1) + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)
+    tile = gl.expand_dims(T * gl.arange(0, W, gl.SliceLayout(1, TILES)), 1)
+    tile += gl.expand_dims(16 * gl.arange(0, T // 16, gl.SliceLayout(0, TILES)), 0)
+    token = gl.expand_dims(T * gl.arange(0, W, gl.SliceLayout(1, TOKENS)), 1)
+    token += gl.expand_dims(gl.arange(0, T, gl.SliceLayout(0, TOKENS)), 0)
     left = end - start
-    page = _load_page(block_table, seq, table_stride, start + warp, end, BLOCK_SIZE)
-    row, live = _tile_row(start + warp, page, end, kv_head, BLOCK_SIZE, KV_HEADS)
+    page = _load_page(block_table, seq, table_stride, start + tile, end, BLOCK_SIZE)
+    row, live = _tile_row(start + tile, page, end, kv_head, BLOCK_SIZE, KV_HEADS)
     k = _load_tile(k_cache, row, live, K, WORDS, False)
     v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED)
     ks = 0.0
@@ -574,20 +614,20 @@ def hopper_decode_kernel(
     )
     # Finite, because a warp may have no token; probabilities of INT8 are shifted to at most 2^8 (see _kernels).
     maximum = gl.full([W, H], -1e30, gl.float32, HEADS)
-    normaliser = gl.zeros([W, 16, H], gl.float32, S)
+    normaliser = gl.zeros([W, T, H], gl.float32, S)
     acc = gl.zeros([W, D, 8], gl.float32, MMA)
 
     # Loads are a tile ahead of the products, and page ids two, also where the next tile is that of another item.
     ahead, seq, start, end = _advance(items, item, stop, seq, start, end, STEP)
-    page = _load_page(block_table, seq, table_stride, start + warp, end, BLOCK_SIZE)
+    page = _load_page(block_table, seq, table_stride, start + tile, end, BLOCK_SIZE)
     for _ in range(steps):
-        score = _scores(k, query, q_scale, ks, W, D, H, QUANTIZED, MMA, S)
-        row, live = _tile_row(start + warp, page, end, kv_head, BLOCK_SIZE, KV_HEADS)
+        score = _scores(k, query, q_scale, ks, W, T, D, H, QUANTIZED, MMA, S)
+        row, live = _tile_row(start + tile, page, end, kv_head, BLOCK_SIZE, KV_HEADS)
         k = _load_tile(k_cache, row, live, K, WORDS, False)
         if QUANTIZED:
             ks = _load_scales(k_scale, row, TOKENS)
         ahead, seq, start, end = _advance(items, ahead, stop, seq, start, end, STEP)
-        page = _load_page(block_table, seq, table_stride, start + warp, end, BLOCK_SIZE)
+        page = _load_page(block_table, seq, table_stride, start + tile, end, BLOCK_SIZE)
         is_token = gl.expand_dims(token < left, 2)
         score = gl.where(is_token, score, float("-inf"))
         new_maximum = gl.maximum(maximum, gl.max(score, 1) - (8.0 if QUANTIZED else 0.0))
@@ -599,11 +639,11 @@ def hopper_decode_kernel(
         if QUANTIZED:  # a scale past the end may be anything
             p = gl.where(is_token, p * gl.expand_dims(vs, 2), 0.0)
             vs = _load_scales(v_scale, row, TOKENS)
-        p = _probability_fragment(p, W, H, dtype, B)
+        p = _probability_fragment(p, W, T, H, dtype, B)
         if QUANTIZED:  # what V_BIAS adds to every sum of this tile, subtracted in advance
-            bias = mma_v2(gl.full([W, 16, 16], -V_BIAS, dtype, A), p, bias)
+            bias = mma_v2(gl.full([W, 16, T], -V_BIAS, dtype, A), p, bias)
         acc = _rescaled(acc, correction, bias, W, D, H, MMA)
-        acc = mma_v2(_value_fragment(v, W, D, dtype, QUANTIZED, A), p, acc)
+        acc = mma_v2(_value_fragment(v, W, T, D, dtype, QUANTIZED, A), p, acc)
         v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED)
 
         left -= STEP
@@ -653,7 +693,7 @@ def hopper_decode_kernel(
                 HEADS,
             )
             maximum = gl.full([W, H], -1e30, gl.float32, HEADS)
-            normaliser = gl.zeros([W, 16, H], gl.float32, S)
+            normaliser = gl.zeros([W, T, H], gl.float32, S)
             acc = gl.zeros([W, D, 8], gl.float32, MMA)
 
     if FUSED_MERGE:

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "hopper-gqa8-fp16": {"backend": "hopper_decode", "q_heads": 8, "kv_heads": 1, "dtype": "float16"},
     "hopper-int8-small-batch": {"backend": "hopper_decode", "kv": "int8", "batch": 1},
     "hopper-int8": {"backend": "hopper_decode", "kv": "int8"},
+    "hopper-int8-gqa8": {"backend": "hopper_decode", "kv": "int8", "q_heads": 8, "kv_heads": 1},
+    "hopper-int8-head64": {"backend": "hopper_decode", "kv": "int8", "head_dim": 64},
     "hopper-int8-page256": {"backend": "hopper_decode", "kv": "int8", "block_size": 256},
 }
 
@@ -133,9 +135,9 @@ def test_compiles_without_spills(architecture: str, name: str, compiled: dict[st
     assert kernel["mma"] == (backend not in ("paged_v1", "int8_fused"))
     if backend == "hopper_decode":  # what a lane loads is a fragment already
         assert kernel["shared memory between products"] == 0, kernel["report"]
-        # INT8: K is multiplied as it lies, and V takes 3 permutes for 2 words of 4.
+        # INT8: K is multiplied as it lies, and V takes 3 permutes for 2 words of 4, of which two tiles have 64.
         assert (kernel["integer mma"] > 0) == (CASES[name].get("kv") == "int8")
-        assert kernel["byte permutes between products"] <= 48, kernel["report"]
+        assert kernel["byte permutes between products"] <= 96, kernel["report"]
 
 
 if __name__ == "__main__":
