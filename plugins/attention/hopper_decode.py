@@ -63,8 +63,8 @@ class HopperDecodeBackend(AttentionBackend):
         # is to start beside this one and merge, INT8 leaves it room.
         self.num_warps, per_multiprocessor = (1, {True: 8, False: 6}) if self.quantized else (4, {True: 2, False: 2})
         self.tokens_per_warp = 32 if self.quantized else 16
-        # 255 is no limit, but without one the compiler makes do with 168 for 16 bits, so that a third program fits: where
-        # the kernel before drains, some multiprocessors would get three and others one.
+        # 255 is no limit, but without one the compiler makes do with 168 for 16 bits. Then a third program fits, and
+        # where the kernel before drains some multiprocessors get three and others one.
         self.max_registers = {True: 255, False: 255 if self.quantized else None}
         self.programs = {
             fused_merge: options.num_splits or max(1, n * gpu.multiprocessors // context.num_kv_heads)
