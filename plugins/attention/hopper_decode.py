@@ -59,24 +59,20 @@ class HopperDecodeBackend(AttentionBackend):
             raise ValueError("hopper_decode cannot be interpreted; paged_v2_split is its portable twin")
         self.qk_scale = qk_scale(context)
         self.quantized = context.kv.name == "int8"
-        # 8 warps of a multiprocessor keep 8 KiB each in flight: two tiles of INT8, one of 16 bits. While another kernel
-        # is to start beside this one and merge, INT8 leaves it room.
-        self.num_warps, per_multiprocessor = (1, {True: 8, False: 6}) if self.quantized else (4, {True: 2, False: 2})
+        # 8 warps of a multiprocessor keep 8 KiB each in flight: two tiles of INT8, one of 16 bits.
+        self.num_warps, per_multiprocessor = (1, 8) if self.quantized else (4, 2)
         self.tokens_per_warp = 32 if self.quantized else 16
         # 255 is no limit, but without one the compiler makes do with 168 for 16 bits. Then a third program fits, and
         # where the kernel before drains some multiprocessors get three and others one.
         self.max_registers = {True: 255, False: 255 if self.quantized else None}
-        self.programs = {
-            fused_merge: options.num_splits or max(1, n * gpu.multiprocessors // context.num_kv_heads)
-            for fused_merge, n in per_multiprocessor.items()
-        }
-        self.work = WorkList(context, context.head_dim, max(self.programs.values()))
+        self.programs = options.num_splits or max(1, per_multiprocessor * gpu.multiprocessors // context.num_kv_heads)
+        self.work = WorkList(context, context.head_dim, self.programs)
 
     def launch(self, num_seqs: int) -> tuple[int, int, bool]:
         """Warps per program, programs per KV head, and whether these merge what they have cut: with more pieces, a
         second kernel is better."""
         fused_merge = num_seqs >= 8
-        return self.num_warps, even_programs(self.programs[fused_merge], num_seqs), fused_merge
+        return self.num_warps, even_programs(self.programs, num_seqs), fused_merge
 
     def plan_decode(self, meta: DecodeMetadata) -> tuple[int, int, bool]:
         plan = num_warps, programs, _ = self.launch(meta.num_seqs)

@@ -57,10 +57,10 @@ def test_refuses_to_be_interpreted() -> None:
     [
         ("bf16", 1, (4, 33, False)),
         ("bf16", 256, (4, 32, True)),
-        ("int8", 1, (2, 82, False)),
-        ("int8", 7, (2, 77, False)),
-        ("int8", 8, (2, 128, True)),
-        ("int8", 300, (2, 132, True)),
+        ("int8", 1, (1, 132, False)),
+        ("int8", 7, (1, 126, False)),
+        ("int8", 8, (1, 128, True)),
+        ("int8", 300, (1, 132, True)),
     ],
 )
 def test_launch_on_132_multiprocessors(kv_format: str, num_seqs: int, expected: tuple[int, int, bool]) -> None:
