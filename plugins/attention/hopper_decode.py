@@ -411,15 +411,14 @@ def _scores(
     S: gl.constexpr,
 ):
     """K ``[W, T, words]`` and the query's heads → fp32 ``[W, T, H]``."""
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4 if QUANTIZED else 2)
     if QUANTIZED:
-        A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
         k = gl.convert_layout(_key_order(_bytes(k), W, T, D, True), A)
         product = mma_v2(k, query, gl.zeros([W, T, 2 * H], gl.int32, MMA))
         upper, lower = gl.split(gl.reshape(product, [W, T, H, 2]))
         score = (upper * 256 + lower).to(gl.float32)
         scale = gl.expand_dims(scale, 1) * gl.expand_dims(k_scale, 2)
     else:
-        A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
         k = gl.convert_layout(_key_order(_halves(k, query.dtype), W, T, D, False), A)
         score = mma_v2(k, query, gl.zeros([W, T, 8], gl.float32, MMA))
         score = gl.reshape(score, [W, T, 4, 2])
