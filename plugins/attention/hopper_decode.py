@@ -1,17 +1,18 @@
 """Decode backend ``hopper_decode``: ``paged_v2_split`` written in Gluon for compute capability 9.0, bf16/fp16 and INT8.
 
-Every warp walks tiles of 16 tokens on its own: no shared memory, no barrier before its end. A 16-byte load from the
-cache already **is** a fragment of ``mma``, because each lane may hold whatever elements of head_dim it likes, as long
-as q (for K) and the output (for V) are permuted alike. K and Vᵀ are the left operands, Sᵀ = K qᵀ and Oᵀ += Vᵀ Pᵀ, so
-that the query heads of a group fill 8 columns instead of 16 rows, and a tile is reloaded as soon as it is used.
+Every warp walks tiles of 16 tokens on its own: no shared memory, no barrier before its end. A load from the cache
+already **is** a fragment of ``mma`` (of V in INT8 all but the order of its bytes), because each lane may hold whatever
+elements of head_dim it likes, as long as q (for K) and the output (for V) are permuted alike. K and Vᵀ are the left
+operands, Sᵀ = K qᵀ and Oᵀ += Vᵀ Pᵀ, so that the query heads of a group fill 8 columns instead of 16 rows, and a tile is
+reloaded as soon as it is used.
 
 INT8: K is multiplied as it lies, by integers. A head of q is two columns, the upper and the lower byte of 16-bit
-integers with a scale of their own, which is closer than bf16. V becomes fp16 by byte permutes, 1152 too large; what
-that adds to the sums of a tile is one more product, and where they start from. Two tiles make a step, for a step costs
-as much as a tile.
+integers with a scale of their own: off by at most 2^-16 of its largest element. V becomes fp16 by byte permutes, 1152
+too large; what that adds to the sums of a step is one more product, and where they start from. A warp takes two tiles
+a step, for what a step needs besides (softmax, addresses) is as much as a tile.
 
-The warps of a program take turns at the steps of one work item (``WorkList``) and add up at its end, while the first
-tile of the next item is on its way. The first tile of all is loaded before the kernel before has ended, which is where
+The warps of a program share the steps of one work item (``WorkList``) and add up at its end, while the first step of
+the next item is on its way. The first step of all is loaded before the kernel before has ended, which is where
 the newest token of a context comes from and nothing else that is read here, except q. So K and V of all other tokens,
 and the block table, must have been written before ``plan_decode``.
 """
@@ -32,6 +33,23 @@ from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.kvcache import LayerCache
 from nanoserve.hookspecs import hookimpl
 from nanoserve.ops.linear import MIN_WGMMA_TOKENS
+from nanoserve_plugins.attention._fragments import (
+    V_BIAS,
+    by_column,
+    each_layout,
+    head_of,
+    key_order,
+    out_layout,
+    probability_fragment,
+    rescaled,
+    row_layout,
+    score_layout,
+    scores,
+    sum_layout,
+    tile_layout,
+    value_fragment,
+    value_layout,
+)
 from nanoserve_plugins.attention._kernels import GPU, ITEM, SHARE, WorkList, even_programs, qk_scale
 
 
@@ -63,7 +81,8 @@ class HopperDecodeBackend(AttentionBackend):
         self.num_warps, per_multiprocessor = (1, 8) if self.quantized else (4, 2)
         self.tokens_per_warp = 32 if self.quantized else 16
         # 255 is no limit, but without one the compiler makes do with 168 for 16 bits. Then a third program fits, and
-        # where the kernel before drains some multiprocessors get three and others one.
+        # where the kernel before drains some multiprocessors get three and others one. That matters to programs that
+        # fill the GPU; below 8 sequences what does is room for the kernel that merges.
         self.max_registers = {True: 255, False: 255 if self.quantized else None}
         self.programs = options.num_splits or max(1, per_multiprocessor * gpu.multiprocessors // context.num_kv_heads)
         self.work = WorkList(context, context.head_dim, self.programs)
@@ -115,118 +134,12 @@ class HopperDecodeBackend(AttentionBackend):
             work.merge(out, meta.num_seqs, programs, pdl=True)
 
 
-# -- which lane holds what --------------------------------------------------------------------------------------------
-# Shapes are [warp, token or head, element or word]. Lane 4·g + c holds row g (and g + 8) of a left operand, column g of
-# a right one and columns 2·c, 2·c + 1 of a product. Of the product index k it holds 8·b1 + 2·c + b0 where elements have
-# 16 bits (mma.m16n8k16), 16·b2 + 4·c + b1b0 where they have 8 (mma.m16n8k32).
-# Column n of P V belongs to head n // 2 + 4 · (n % 2), so that a lane holds heads c and c + 4 of a group, and of up to
-# 4 heads nothing twice.
-
-
-@gluon.constexpr_function
-def _bits(axis, first, end):
-    """Bases of the powers of two in [first, end) along an axis."""
-    bases = []
-    while first < end:
-        bases.append([first if axis == i else 0 for i in range(3)])
-        first *= 2
-    return bases
-
-
-@gluon.constexpr_function
-def _row_layout(warps, rows, width, run):
-    """K (and q): lane (g, c) holds ``run`` neighbours of row g, and c moves on by that much: c runs over d, not g."""
-    return gl.DistributedLinearLayout(
-        _bits(2, 1, run) + _bits(2, 4 * run, width) + _bits(1, 8, rows),
-        _bits(2, run, 4 * run) + _bits(1, 1, 8),
-        _bits(0, 1, warps),
-        [],
-        [warps, rows, width],
-    )
-
-
-@gluon.constexpr_function
-def _value_layout(warps, tokens, width, run):
-    """V: lane (g, c) holds ``run`` neighbours of tokens 2c, 2c + 1, 2c + 8, 2c + 9, …, and g moves on along d."""
-    return gl.DistributedLinearLayout(
-        _bits(2, 1, run) + _bits(2, 8 * run, width) + [[0, 1, 0]] + _bits(1, 8, tokens),
-        _bits(1, 2, 8) + _bits(2, run, 8 * run),
-        _bits(0, 1, warps),
-        [],
-        [warps, tokens, width],
-    )
-
-
-@gluon.constexpr_function
-def _score_layout(warps, tokens, heads):
-    """``[warps, tokens, heads]``: lane (g, c) holds tokens g, g + 8, … of heads c (and c + 4)."""
-    return gl.DistributedLinearLayout(
-        _bits(1, 8, tokens) + _bits(2, 4, heads),
-        _bits(2, 1, 4) + _bits(1, 1, 8),
-        _bits(0, 1, warps),
-        [],
-        [warps, tokens, heads],
-    )
-
-
-@gluon.constexpr_function
-def _tile_layout(warps, tiles):
-    """``[warps, tiles]``, the same in all lanes of a warp."""
-    bits = range(tiles.bit_length() - 1)
-    rows = [[1 << i, 0] for i in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout([[0, 1 << i] for i in bits], [[0, 0]] * 5, rows, [], [warps, tiles])
-
-
-@gluon.constexpr_function
-def _each_layout(warps):
-    """``[warps, 8]``: every thread holds all warps of one column."""
-    return gl.DistributedLinearLayout(
-        [[1 << i, 0] for i in range(warps.bit_length() - 1)],
-        [[0, 1], [0, 2], [0, 4], [0, 0], [0, 0]],
-        [[0, 0]] * (warps.bit_length() - 1),
-        [],
-        [warps, 8],
-    )
-
-
-@gluon.constexpr_function
-def _out_layout(warps, d):
-    """``[8, d]``: a thread holds 4 neighbours along d, a warp a whole row (or two)."""
-    columns = [[0, 1 << i] for i in range(2, d.bit_length() - 1)]
-    heads = [[1, 0], [2, 0], [4, 0]]
-    lane = (columns + heads)[:5]
-    heads = heads[5 - len(columns) :]
-    bits = warps.bit_length() - 1
-    warp = (heads + [[0, 0]] * 3)[:bits]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2]] + heads[bits:], lane, warp, [], [8, d])
-
-
-@gluon.constexpr_function
-def _sum_layout(warps, d, x):
-    """``[warps, d, 8]``, d in the order of ``_value_fragment``: a thread has all warps' values of ``_out_layout``."""
-    run = d // x // 8  # d is (x, g, e) with 8 g and ``run`` e; its row is (x, e, g)
-
-    def row(dim):
-        return dim // (8 * run) * (8 * run) + dim % run * 8 + dim // run % 8
-
-    columns = [[0, row(1 << i), 0] for i in range(2, d.bit_length() - 1)]
-    heads = [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
-    lane = (columns + heads)[:5]
-    heads = heads[5 - len(columns) :]
-    bits = warps.bit_length() - 1
-    warp = (heads + [[0, 0, 0]] * 3)[:bits]
-    each = [[1 << i, 0, 0] for i in range(bits)]
-    return gl.DistributedLinearLayout(
-        [[0, row(1), 0], [0, row(2), 0]] + heads[bits:] + each, lane, warp, [], [warps, d, 8]
-    )
-
-
 # -- loads ------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _advance(items, item, stop, seq, start, end, STEP: gl.constexpr):
-    """From the tile at ``start`` to the next of the item, or of the next item; after the last item, past its end."""
+    """From the step at ``start`` to the next of the item, or of the next item; after the last item, past its end."""
     start += STEP
     if (start >= end) & (item + 1 < stop):
         item += 1
@@ -311,7 +224,7 @@ def _load_query(
     """
     N: gl.constexpr = 2 * H if QUANTIZED else 8
     column = gl.expand_dims(gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, Q))), 0), 2)
-    head = column // 2 if QUANTIZED else _head_of(column)
+    head = column // 2 if QUANTIZED else head_of(column)
     dim = gl.expand_dims(gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, Q))), 0), 1)
     warp = gl.expand_dims(gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, Q))), 1), 2)
     q_group = q + seq.to(gl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
@@ -329,184 +242,8 @@ def _load_query(
         scale = gl.convert_layout(scale, HEADS)
     else:
         scale = gl.full([W, H], qk_scale, gl.float32, HEADS)
-    query = _key_order(query, W, N, D, QUANTIZED)
+    query = key_order(query, W, N, D, QUANTIZED)
     return gl.convert_layout(gl.permute(query, (0, 2, 1)), B), scale
-
-
-# -- words to fragments -----------------------------------------------------------------------------------------------
-
-UNPACK_16 = gl.constexpr("mov.b32 {$0, $1}, $2;")
-
-#: Of tokens 2c (words $8) and 2c + 1 ($9): pairs of values as fp16, 1152 too large, for int8 ^ 0x80 under the exponent
-#: byte 0x64 is the number 1152 + value. $0 to $3 are of the first token, $4 to $7 of the second.
-UNPACK_8 = gl.constexpr("""{
-    .reg .b32 first, second, low, high;
-    xor.b32 first, $8, 0x80808080;
-    xor.b32 second, $9, 0x80808080;
-    prmt.b32 low, first, second, 0x5140;
-    prmt.b32 high, first, second, 0x7362;
-    prmt.b32 first, low, 0x64646464, 0x4140;
-    prmt.b32 second, low, 0x64646464, 0x4342;
-    mov.b32 {$0, $4}, first;
-    mov.b32 {$1, $5}, second;
-    prmt.b32 first, high, 0x64646464, 0x4140;
-    prmt.b32 second, high, 0x64646464, 0x4342;
-    mov.b32 {$2, $6}, first;
-    mov.b32 {$3, $7}, second;
-}""")
-V_BIAS = gl.constexpr(1152.0)
-
-#: Columns 2c and 2c + 1 of row g in, rows 2c and 2c + 1 of column g out.
-TRANSPOSE = """{
-    .reg .b32 pair;
-    cvt.rn.%sx2.f32 pair, $3, $2;
-    movmatrix.sync.aligned.m8n8.trans.b16 pair, pair;
-    mov.b32 {$0, $1}, pair;
-}"""
-TRANSPOSE_FP16, TRANSPOSE_BF16 = gl.constexpr(TRANSPOSE % "f16"), gl.constexpr(TRANSPOSE % "bf16")
-
-
-@gluon.jit
-def _halves(words, dtype: gl.constexpr):
-    """``[…]`` → ``[…, b0]``; pairs stay in the register they were loaded into."""
-    low, high = gl.inline_asm_elementwise(
-        UNPACK_16, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    return gl.join(low, high).to(dtype, bitcast=True)
-
-
-@gluon.jit
-def _bytes(words):
-    """``[…]`` → int8 ``[…, b1, b0]``; they stay in their register, too."""
-    even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))
-    return gl.join(even, gl.join((words >> 8).to(gl.int8), (words >> 24).to(gl.int8)))
-
-
-@gluon.jit
-def _key_order(x, W: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, QUANTIZED: gl.constexpr):
-    """Elements of K or q, ``D`` in all in the last dimensions, in the order in which they are multiplied.
-
-    A lane's 16 bytes along d are (u, c, s, b2, b1, b0) for INT8 and (u, c, s, b1, b0) else; the product index must be
-    (u, s, b2, c, b1, b0) and (u, s, b1, c, b0).
-    """
-    if QUANTIZED:
-        x = gl.permute(gl.reshape(x, [W, ROWS, D // 64, 4, 2, 2, 4]), (0, 1, 2, 4, 5, 3, 6))
-    else:
-        x = gl.permute(gl.reshape(x, [W, ROWS, D // 32, 4, 2, 2, 2]), (0, 1, 2, 4, 5, 3, 6))
-    return gl.reshape(x, [W, ROWS, D])
-
-
-@gluon.jit
-def _scores(
-    k,
-    query,
-    scale,
-    k_scale,
-    W: gl.constexpr,
-    T: gl.constexpr,
-    D: gl.constexpr,
-    H: gl.constexpr,
-    QUANTIZED: gl.constexpr,
-    MMA: gl.constexpr,
-    S: gl.constexpr,
-):
-    """K ``[W, T, words]`` and the query's heads → fp32 ``[W, T, H]``."""
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4 if QUANTIZED else 2)
-    if QUANTIZED:
-        k = gl.convert_layout(_key_order(_bytes(k), W, T, D, True), A)
-        product = mma_v2(k, query, gl.zeros([W, T, 2 * H], gl.int32, MMA))
-        upper, lower = gl.split(gl.reshape(product, [W, T, H, 2]))
-        score = (upper * 256 + lower).to(gl.float32)
-        scale = gl.expand_dims(scale, 1) * gl.expand_dims(k_scale, 2)
-    else:
-        k = gl.convert_layout(_key_order(_halves(k, query.dtype), W, T, D, False), A)
-        score = mma_v2(k, query, gl.zeros([W, T, 8], gl.float32, MMA))
-        score = gl.reshape(score, [W, T, 4, 2])
-        if H == 4:
-            score, _ = gl.split(score)
-        else:
-            score = gl.reshape(gl.permute(score, (0, 1, 3, 2)), [W, T, 8])
-        scale = gl.expand_dims(scale, 1)
-    return gl.convert_layout(score, S) * scale
-
-
-@gluon.jit
-def _probability_fragment(p, W: gl.constexpr, T: gl.constexpr, H: gl.constexpr, dtype: gl.constexpr, B: gl.constexpr):
-    """P ``[W, T, H]`` → right operand ``[W, T, 8]``; of 4 heads every other column is 0."""
-    ASM: gl.constexpr = TRANSPOSE_FP16 if dtype == gl.float16 else TRANSPOSE_BF16
-    if H == 4:
-        low, high = p, gl.zeros_like(p)
-    else:
-        low, high = gl.split(gl.permute(gl.reshape(p, [W, T, 2, 4]), (0, 1, 3, 2)))
-    first, second = gl.inline_asm_elementwise(
-        ASM, "=h,=h,f,f", [low, high], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    p = gl.reshape(gl.join(first, second).to(dtype, bitcast=True), [W, T // 8, 8, 4, 2])  # tokens are (b1, c, b0)
-    return gl.convert_layout(gl.reshape(gl.permute(p, (0, 1, 3, 4, 2)), [W, T, 8]), B)
-
-
-@gluon.jit
-def _value_fragment(
-    words,
-    W: gl.constexpr,
-    T: gl.constexpr,
-    D: gl.constexpr,
-    dtype: gl.constexpr,
-    QUANTIZED: gl.constexpr,
-    A: gl.constexpr,
-):
-    """V ``[W, T, words]`` → A ``[W, D, T]``; d is (x, g, e) and becomes row (x, e, g). INT8: V_BIAS too large."""
-    if QUANTIZED:
-        first, second = gl.split(gl.permute(gl.reshape(words, [W, T // 2, 2, D // 4]), (0, 1, 3, 2)))
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            UNPACK_8,
-            "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r",
-            [first, second],
-            dtype=(gl.float16,) * 8,
-            is_pure=True,
-            pack=1,
-        )
-        v = gl.join(gl.join(gl.join(a, c), gl.join(b, d)), gl.join(gl.join(e, g), gl.join(f, h)))
-        v = gl.permute(gl.reshape(v, [W, T // 2, 8, D // 32, 4, 2]), (0, 3, 4, 2, 1, 5))
-    else:
-        v = gl.permute(gl.reshape(_halves(words, dtype), [W, T, D // 64, 8, 8]), (0, 2, 4, 3, 1))
-    return gl.convert_layout(gl.reshape(v, [W, D, T]), A)
-
-
-@gluon.jit
-def _head_of(column):
-    return column // 2 + column % 2 * 4
-
-
-@gluon.jit
-def _columns(x, W: gl.constexpr, H: gl.constexpr, L: gl.constexpr):
-    """``[W, H]`` by head → ``[W, 8]`` by column of P V; the columns of no head get another's."""
-    if H == 4:
-        x = gl.reshape(gl.join(x, x), [W, 8])
-    else:
-        x = gl.reshape(gl.permute(gl.reshape(x, [W, 2, 4]), (0, 2, 1)), [W, 8])
-    return gl.convert_layout(x, L)
-
-
-@gluon.jit
-def _rescaled(acc, factor, bias, W: gl.constexpr, D: gl.constexpr, H: gl.constexpr, MMA: gl.constexpr):
-    """``acc · factor + bias``: ``[W, D, 8]``, ``[W, H]``, and ``[W, 16, 8]`` with equal rows."""
-    tiles = gl.reshape(acc, [W, D // 16, 16, 4, 2])
-    even, odd = gl.split(tiles)
-    even_bias, odd_bias = gl.split(gl.reshape(bias, [W, 16, 4, 2]))
-    L: gl.constexpr = even.type.layout
-    BIAS: gl.constexpr = gl.SliceLayout(1, L)
-    FACTOR: gl.constexpr = gl.SliceLayout(1, BIAS)
-    if H == 4:  # odd columns are 0 and stay so
-        factor = gl.expand_dims(gl.expand_dims(gl.convert_layout(factor, FACTOR), 1), 1)
-        even = even * factor + gl.expand_dims(gl.convert_layout(even_bias, BIAS), 1)
-    else:
-        low, high = gl.split(gl.permute(gl.reshape(factor, [W, 2, 4]), (0, 2, 1)))
-        low = gl.expand_dims(gl.expand_dims(gl.convert_layout(low, FACTOR), 1), 1)
-        high = gl.expand_dims(gl.expand_dims(gl.convert_layout(high, FACTOR), 1), 1)
-        even = even * low + gl.expand_dims(gl.convert_layout(even_bias, BIAS), 1)
-        odd = odd * high + gl.expand_dims(gl.convert_layout(odd_bias, BIAS), 1)
-    return gl.convert_layout(gl.reshape(gl.join(even, gl.convert_layout(odd, L)), [W, D, 8]), MMA)
 
 
 # -- the kernel -------------------------------------------------------------------------------------------------------
@@ -552,18 +289,18 @@ def hopper_decode_kernel(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if QUANTIZED else 2)
-    Q: gl.constexpr = _row_layout(W, 2 * H, D, 16) if QUANTIZED else _row_layout(W, 8, D, 8)
-    K: gl.constexpr = _row_layout(W, T, WORDS, 4)
-    V: gl.constexpr = _value_layout(W, T, WORDS, min(4, WORDS // 8))
-    S: gl.constexpr = _score_layout(W, T, H)
+    Q: gl.constexpr = row_layout(W, 2 * H, D, 16) if QUANTIZED else row_layout(W, 8, D, 8)
+    K: gl.constexpr = row_layout(W, T, WORDS, 4)
+    V: gl.constexpr = value_layout(W, T, WORDS, min(4, WORDS // 8))
+    S: gl.constexpr = score_layout(W, T, H)
     TOKENS: gl.constexpr = gl.SliceLayout(2, S)
     HEADS: gl.constexpr = gl.SliceLayout(1, S)
-    TILES: gl.constexpr = _tile_layout(W, T // 16)
+    TILES: gl.constexpr = tile_layout(W, T // 16)
     COLUMNS: gl.constexpr = gl.SliceLayout(1, MMA)
     X: gl.constexpr = 1 if QUANTIZED else D // 64
-    SUM: gl.constexpr = _sum_layout(W, D, X)
-    OUT: gl.constexpr = _out_layout(W, D)
-    EACH: gl.constexpr = _each_layout(W)
+    SUM: gl.constexpr = sum_layout(W, D, X)
+    OUT: gl.constexpr = out_layout(W, D)
+    EACH: gl.constexpr = each_layout(W)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [W, 1], [1, 0])
 
     kv_head = gl.program_id(0)
@@ -598,7 +335,7 @@ def hopper_decode_kernel(
         ks = _load_scales(k_scale, row, TOKENS)
         vs = _load_scales(v_scale, row, TOKENS)
     gdc_wait()
-    if is_last_piece & (left <= STEP):  # the newest token is in this tile: again
+    if is_last_piece & (left <= STEP):  # the newest token is in this step: again
         k = _load_tile(k_cache, row, live, K, WORDS, False)
         v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED)
         if QUANTIZED:
@@ -612,11 +349,11 @@ def hopper_decode_kernel(
     normaliser = gl.zeros([W, T, H], gl.float32, S)
     acc = gl.zeros([W, D, 8], gl.float32, MMA)
 
-    # Loads are a tile ahead of the products, and page ids two, also where the next tile is that of another item.
+    # Loads are a step ahead of the products, and page ids two, also where the next step is that of another item.
     ahead, seq, start, end = _advance(items, item, stop, seq, start, end, STEP)
     page = _load_page(block_table, seq, table_stride, start + tile, end, BLOCK_SIZE)
     for _ in range(steps):
-        score = _scores(k, query, q_scale, ks, W, T, D, H, QUANTIZED, MMA, S)
+        score = scores(k, query, q_scale, ks, W, T, D, H, QUANTIZED, MMA, S)
         row, live = _tile_row(start + tile, page, end, kv_head, BLOCK_SIZE, KV_HEADS)
         k = _load_tile(k_cache, row, live, K, WORDS, False)
         if QUANTIZED:
@@ -634,11 +371,11 @@ def hopper_decode_kernel(
         if QUANTIZED:  # a scale past the end may be anything
             p = gl.where(is_token, p * gl.expand_dims(vs, 2), 0.0)
             vs = _load_scales(v_scale, row, TOKENS)
-        p = _probability_fragment(p, W, T, H, dtype, B)
-        if QUANTIZED:  # what V_BIAS adds to every sum of this tile, subtracted in advance
+        p = probability_fragment(p, W, T, H, dtype, B)
+        if QUANTIZED:  # what V_BIAS adds to every sum of this step, subtracted in advance
             bias = mma_v2(gl.full([W, 16, T], -V_BIAS, dtype, A), p, bias)
-        acc = _rescaled(acc, correction, bias, W, D, H, MMA)
-        acc = mma_v2(_value_fragment(v, W, T, D, dtype, QUANTIZED, A), p, acc)
+        acc = rescaled(acc, correction, bias, W, D, H, MMA)
+        acc = mma_v2(value_fragment(v, W, T, D, dtype, QUANTIZED, A), p, acc)
         v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED)
 
         left -= STEP
@@ -646,16 +383,16 @@ def hopper_decode_kernel(
             done = gl.load(items + item * ITEM)
             pieces = gl.load(items + item * ITEM + 4)
             # The warps of the program add up.
-            peak = _columns(maximum, W, H, COLUMNS)
+            peak = by_column(maximum, W, H, COLUMNS)
             top = gl.max(gl.convert_layout(peak, EACH), 0)
             weight = gl.exp2(peak - gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(0, COLUMNS)), 0))
-            total = _columns(gl.sum(normaliser, 1), W, H, COLUMNS)
+            total = by_column(gl.sum(normaliser, 1), W, H, COLUMNS)
             total = gl.sum(gl.convert_layout(total * weight, EACH), 0)
             result = gl.sum(gl.convert_layout(acc * gl.expand_dims(weight, 1), SUM), 0)
             result = gl.reshape(gl.permute(result, (1, 0)), [8, X, D // X // 8, 8])  # rows were (x, e, g)
             result = gl.convert_layout(gl.reshape(gl.permute(result, (0, 1, 3, 2)), [8, D]), OUT)
             result = result / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, OUT)), 1)
-            out_head = gl.expand_dims(_head_of(gl.arange(0, 8, gl.SliceLayout(1, OUT))), 1)
+            out_head = gl.expand_dims(head_of(gl.arange(0, 8, gl.SliceLayout(1, OUT))), 1)
             out_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, OUT)), 0)
             is_head = out_head + 0 * out_dim < GROUP
             out_group = out + done.to(gl.int64) * out_stride_token + kv_head * GROUP * out_stride_head
@@ -666,7 +403,7 @@ def hopper_decode_kernel(
             else:
                 part = (item * KV_HEADS + kv_head) * GROUP
                 gl.store(partial + part.to(gl.int64) * D + (out_head * D + out_dim), result, mask=is_head)
-                lse_head = _head_of(gl.arange(0, 8, gl.SliceLayout(0, EACH)))
+                lse_head = head_of(gl.arange(0, 8, gl.SliceLayout(0, EACH)))
                 gl.store(lse + part + lse_head, top + gl.log2(total), mask=lse_head < GROUP)
             item += 1
             following = items + gl.minimum(item, stop - 1) * ITEM

@@ -135,7 +135,7 @@ def test_compiles_without_spills(architecture: str, name: str, compiled: dict[st
     assert kernel["mma"] == (backend not in ("paged_v1", "int8_fused"))
     if backend == "hopper_decode":  # what a lane loads is a fragment already
         assert kernel["shared memory between products"] == 0, kernel["report"]
-        # INT8: K is multiplied as it lies, and V takes 3 permutes for 2 words of 4, of which two tiles have 64.
+        # INT8: K is multiplied as it lies, and V takes 3 permutes a word, of which a lane has 32 in two tiles.
         assert (kernel["integer mma"] > 0) == (CASES[name].get("kv") == "int8")
         assert kernel["byte permutes between products"] <= 96, kernel["report"]
 
