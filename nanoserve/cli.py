@@ -491,18 +491,30 @@ def _unknown_choice(group: str, name: str, known: Sequence[str], registry: Regis
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM raises Terminated meanwhile. A task that serves has a handler of its own."""
+    """SIGTERM raises Terminated meanwhile. A task that serves has a handler of its own.
+
+    A handler may run where exceptions are lost, in a destructor or a weak reference's callback, of which imports have
+    many: then the signal is sent once more.
+    """
 
     def stop(number: int, frame: Any) -> None:
         raise Terminated
 
+    def lost(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, Terminated):
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            hook(unraisable)
+
     if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    before, hook = signal.signal(signal.SIGTERM, stop), sys.unraisablehook
+    sys.unraisablehook = lost
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.signal(signal.SIGTERM, before)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from nanoserve.cli import Terminated, _terminable
 from nanoserve.config import group_names, load_yaml
 from tests.tasks.conftest import Cli
 
@@ -60,6 +63,22 @@ def test_sigterm_is_one_line_and_143(tmp_path: Path, words: list[str]) -> None:
         assert process.stdout is not None and process.stderr is not None
         (process.stderr.readline if words[0] == "-m" else lambda: process.stdout.read(1))()  # it has begun
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 143
     assert err.decode().splitlines() == ["nanoserve: terminated"]
+
+
+def test_sigterm_in_a_destructor_is_not_lost() -> None:
+    class Dies:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(1000):  # the handler runs between two instructions
+                pass
+
+    with pytest.raises(Terminated), _terminable():
+        died = Dies()
+        del died
+        time.sleep(30)
