@@ -493,29 +493,39 @@ def _unknown_choice(group: str, name: str, known: Sequence[str], registry: Regis
 def _terminable() -> Iterator[None]:
     """SIGTERM raises Terminated meanwhile. A task that serves has a handler of its own.
 
-    A handler may run where exceptions are lost, in a destructor or a weak reference's callback, of which imports have
-    many: then the signal is sent once more.
+    What a handler raises may be lost: in a destructor, a weak reference's callback, or while a module is compiled. So
+    it is raised again, unless it is on its way out already, until that has been left.
     """
 
+    replaced: dict[int, Any] = {}
+
     def stop(number: int, frame: Any) -> None:
-        raise Terminated
+        if signal.SIGALRM not in replaced:
+            replaced[signal.SIGALRM] = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        error = sys.exc_info()[1]  # that what was interrupted is handling
+        while error is not None and not isinstance(error, Terminated):
+            error = error.__context__
+        if error is None:
+            raise Terminated
 
     def lost(unraisable: sys.UnraisableHookArgs) -> None:
-        if issubclass(unraisable.exc_type, Terminated):
-            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        else:
+        if not issubclass(unraisable.exc_type, Terminated):
             hook(unraisable)
 
     if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
         yield
         return
-    before, hook = signal.signal(signal.SIGTERM, stop), sys.unraisablehook
-    sys.unraisablehook = lost
+    replaced[signal.SIGTERM] = signal.signal(signal.SIGTERM, stop)
+    hook, sys.unraisablehook = sys.unraisablehook, lost
     try:
         yield
     finally:
+        if signal.SIGALRM in replaced:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
         sys.unraisablehook = hook
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
