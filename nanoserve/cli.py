@@ -496,7 +496,6 @@ def _terminable() -> Iterator[None]:
     What a handler raises may be lost: in a destructor, a weak reference's callback, or while a module is compiled. So
     it is raised again, unless it is on its way out already, until that has been left.
     """
-
     replaced: dict[int, Any] = {}
 
     def stop(number: int, frame: Any) -> None:

@@ -1,6 +1,7 @@
 """Which lane holds what in ``hopper_decode``: layouts, and what turns loaded words into fragments of ``mma`` in place.
 
-Shapes are [warp, token or head, element or word]. Lane 4·g + c holds row g (and g + 8) of a left operand, column g of
+W warps, T tokens of a warp's step, H heads of a group, rounded up to 4 or 8, and D elements of a head. Shapes are
+[warp, token or head, element or word]. Lane 4·g + c holds row g (and g + 8) of a left operand, column g of
 a right one and columns 2·c, 2·c + 1 of a product. Of the product index k it holds 8·b1 + 2·c + b0 where elements have
 16 bits (mma.m16n8k16), 16·b2 + 4·c + b1b0 where they have 8 (mma.m16n8k32).
 Column n of P V belongs to head n // 2 + 4 · (n % 2), so that a lane holds heads c and c + 4 of a group, and of up to
