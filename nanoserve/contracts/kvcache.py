@@ -101,13 +101,15 @@ class KVCacheFormat(ABC):
     def norm_rope_store(self) -> Callable[..., Any] | None:
         """Optional fusion of q/k RMSNorm, rotary embedding and store as one launch; None when the format has none.
 
-        The callable is ``f(layer, qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping) -> (q, k, v)``:
-        qkv ``[tokens, (q_heads + 2 * kv_heads) * head_dim]`` straight from the projection; cos_sin
-        ``[max_positions, head_dim]`` fp32 (first half cos, second half sin); positions and slot_mapping ``[tokens]``.
+        The callable is
+        ``f(layer, qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, needs_kv) -> (q, k, v)``: qkv
+        ``[tokens, (q_heads + 2 * kv_heads) * head_dim]`` straight from the projection; cos_sin ``[max_positions,
+        head_dim]`` fp32 (first half cos, second half sin); positions and slot_mapping ``[tokens]``.
         With programmatic dependent launch it may read all but qkv before the kernel ahead has ended: they were written
         before the step's first kernel began.
         Returns normalised and rotated q ``[tokens, q_heads, head_dim]`` and the k, v ``[tokens, kv_heads, head_dim]``
         a fresh prefill may attend to instead of the cache (for a quantised format: exactly what the cache holds).
+        Nobody does in a step that only decodes: then ``needs_kv`` is False, and k and v may be None.
         """
         return None
 

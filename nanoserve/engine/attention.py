@@ -12,15 +12,24 @@ from nanoserve.ops.rope import Rotation, norm_rope, rotation_of
 
 
 class KVWriter:
-    """Norm, rotation and store of a step's tokens, fused if the format can: the same work for every kind of step."""
+    """Norm, rotation and store of a step's tokens, fused if the format can: the same work for every kind of step.
+
+    needs_kv: whether any of them attends to the step's own k and v instead of the cache.
+    """
 
     def __init__(
-        self, kv: KVCacheFormat, num_q_heads: int, positions: torch.Tensor, slot_mapping: torch.Tensor
+        self,
+        kv: KVCacheFormat,
+        num_q_heads: int,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        needs_kv: bool = True,
     ) -> None:
         self.kv = kv
         self.num_q_heads = num_q_heads
         self.positions = positions
         self.slot_mapping = slot_mapping
+        self.needs_kv = needs_kv
         self.fused = kv.norm_rope_store()
         self._rotation: Rotation | None = None
 
@@ -33,9 +42,11 @@ class KVWriter:
         eps: float,
         cos_sin: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """qkv ``[tokens, (q_heads + 2 * kv_heads) * head_dim]`` → q, k, v ``[tokens, heads, head_dim]``."""
+        """qkv ``[tokens, (q_heads + 2 * kv_heads) * head_dim]`` → q, k, v ``[tokens, heads, head_dim]``; without
+        ``needs_kv`` k and v may be None."""
         if self.fused is not None:
-            return self.fused(layer, qkv, q_norm_weight, k_norm_weight, eps, cos_sin, self.positions, self.slot_mapping)
+            step = self.positions, self.slot_mapping, self.needs_kv
+            return self.fused(layer, qkv, q_norm_weight, k_norm_weight, eps, cos_sin, *step)
         if self._rotation is None:
             self._rotation = rotation_of(cos_sin, self.positions)
         heads = (self.num_q_heads, self.kv.shape.num_kv_heads, self.kv.shape.head_dim)
@@ -60,7 +71,8 @@ class AttentionStep:
         self.num_q_heads = num_q_heads
         self.prefill = prefill
         self.decode = decode
-        self.writer = KVWriter(kv, num_q_heads, batch.positions, batch.slot_mapping)
+        needs_kv = batch.prefill is not None
+        self.writer = KVWriter(kv, num_q_heads, batch.positions, batch.slot_mapping, needs_kv)
         # Fresh and cached keys must be the same numbers, or a prefix hit would change the answer.
         self._rereads = self.writer.fused is None and not kv.exact
         if batch.prefill is not None and prefill is not None:

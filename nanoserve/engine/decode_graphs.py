@@ -1,10 +1,10 @@
 """Decode on fixed buffers, captured as CUDA graphs: one replay launches a whole step, sampling included.
 
 A step of decoding sequences differs from the one before it in three integers per sequence (table row, context length,
-last block) and a few sampling parameters. The host writes those into one pinned buffer; everything else is derived on
-the device, and the sampled tokens are written straight into pinned memory. Batches are padded to a bucket: padding rows
-have context 0, point at a scratch row of the block table and write to no slot. Graphs are captured the first time a
-bucket is met, and share one memory pool.
+last block) and a few sampling parameters. The host leaves those in a mailbox, and the graph's first kernel takes them;
+everything else is derived on the device, and the sampled tokens are written straight into pinned memory. Batches are
+padded to a bucket: padding rows have context 0, point at a scratch row of the block table and write to no slot. Graphs
+are captured the first time a bucket is met, and share one memory pool.
 
 A batch with a bias, penalties, a grammar or logprobs needs the logits: it replays a graph that ends there, captured
 when it is first needed, and samples eagerly.
@@ -33,6 +33,7 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.ops.decode_inputs import DecodeInputs, decode_inputs
 from nanoserve.ops.linear import row_multiple
+from nanoserve.ops.mailbox import Mailbox
 
 log = logging.getLogger("nanoserve")
 
@@ -92,10 +93,8 @@ class DecodeGraphs:
         self._generation = rows.generation
         largest = self.sizes[-1]
         self.inputs = DecodeInputs.empty(largest, rows.width, self.device)
-        words = (NUM_INTS + NUM_FLOATS) * largest
-        self._device_buffer = torch.zeros(words, dtype=torch.int32, device=self.device)
+        self.mailbox = Mailbox((NUM_INTS + NUM_FLOATS) * largest, self.device)
         pinned = self.device.type == "cuda"
-        self._host_buffers = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._tokens = torch.zeros(2 * largest + 1, dtype=torch.int64, pin_memory=pinned)  # the last place: nobody's
         self._first_place = 0  # of this step in _tokens
         self._last_decode: list[Sequence] = []
@@ -120,11 +119,10 @@ class DecodeGraphs:
         if bucket is None:
             bucket = self._buckets[size] = self._make(size)
 
-        self._host_buffers.reverse()
         self._first_place = self.sizes[-1] - self._first_place
-        host = self._host_buffers[0][: (NUM_INTS + NUM_FLOATS) * size]
-        ints = host.numpy()[: NUM_INTS * size].reshape(NUM_INTS, size)
-        floats = host.numpy()[NUM_INTS * size :].view(np.float32).reshape(NUM_FLOATS, size)
+        letter = self.mailbox.letter()[: (NUM_INTS + NUM_FLOATS) * size]
+        ints = letter[: NUM_INTS * size].reshape(NUM_INTS, size)
+        floats = letter[NUM_INTS * size :].view(np.float32).reshape(NUM_FLOATS, size)
         described = self._describe(decode)
         ints[:3, :n] = described[:3]
         ints[0, n:] = self.rows.scratch
@@ -137,11 +135,10 @@ class DecodeGraphs:
             return bucket.params[:, :n]
 
         plan = self.sampler.prepare(described[0], described[1] - described[3], decode, upload)
-        self._device_buffer[: len(host)].copy_(host, non_blocking=True)
+        (bucket.sample if plan.is_plain else bucket.forward)()
+        self.mailbox.send()
         if plan.is_plain:
-            bucket.sample()
             return SamplerOutput(self._tokens[self._first_place : self._first_place + n], None)
-        bucket.forward()
         return self.sampler(bucket.logits[:n], plan, bucket.ints[0, :n], self.rows.last_tokens)  # type: ignore[index]
 
     # ---------------------------------------------------------------- inside
@@ -164,14 +161,17 @@ class DecodeGraphs:
         return self._last_ints
 
     def _make(self, size: int) -> _Bucket:
-        ints = self._device_buffer[: NUM_INTS * size].view(NUM_INTS, size)
-        words = self._device_buffer[NUM_INTS * size : (NUM_INTS + NUM_FLOATS) * size]
-        bucket = _Bucket(size, ints, words.view(torch.float32).view(NUM_FLOATS, size), lambda: None, lambda: None)
+        words = (NUM_INTS + NUM_FLOATS) * size
+        ints, floats = self.mailbox.words[:words].split([NUM_INTS * size, NUM_FLOATS * size])
+        params = floats.view(torch.float32).view(NUM_FLOATS, size)
+        bucket = _Bucket(size, ints.view(NUM_INTS, size), params, lambda: None, lambda: None)
 
         def forward() -> None:
+            self.mailbox.take(words)
             bucket.logits = self._forward(bucket)
 
         def sample() -> None:
+            self.mailbox.take(words)
             self._sample(bucket)
 
         bucket.forward, bucket.sample = forward, sample
@@ -217,7 +217,7 @@ class DecodeGraphs:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            bucket.sample()
+            self._sample(bucket)  # nobody has sent a letter
         torch.cuda.current_stream(self.device).wait_stream(side)
 
     @staticmethod
@@ -238,4 +238,4 @@ class DecodeGraphs:
     def close(self) -> None:
         self._buckets.clear()
         self._last_decode = []
-        del self.model, self.sampler, self.rows, self.inputs, self._device_buffer
+        del self.model, self.sampler, self.rows, self.inputs, self.mailbox

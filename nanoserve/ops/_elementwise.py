@@ -156,6 +156,25 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def take_kernel(halves, turn, words, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    now = tl.load(turn)
+    at = tl.arange(0, BLOCK)
+    letter = tl.load(halves + now * HALF + at, cache_modifier=".cv")  # the host's memory, as it is now
+    tl.debug_barrier()  # every thread knows the turn
+    tl.store(words + at, letter)
+    tl.store(turn, 1 - now)
+
+
+def take(halves: torch.Tensor, turn: torch.Tensor, words: torch.Tensor, size: int) -> None:
+    """See ``Mailbox.take``. halves: ``[2, n]`` int32, pinned; turn: ``[1]``; words: ``[n]``; n a power of two."""
+    block = triton.next_power_of_2(size)
+    warps = max(1, min(8, block // 256))
+    take_kernel[(1,)](halves, turn, words, HALF=words.shape[0], BLOCK=block, PDL=supports_pdl(words), num_warps=warps)
+
+
+@triton.jit
 def decode_inputs_kernel(
     rows,
     context_lens,

@@ -338,8 +338,9 @@ class KVCacheFormatSuite:
     # -- optional and GPU ---------------------------------------------------------------------------------------------
 
     def test_fused_norm_rope_store(self, dtype: str) -> None:
-        """The fusion is qk_norm_rope, then store; the k and v it returns are what the cache holds."""
-        kv, twin = self.build(dtype), self.build(dtype)
+        """The fusion is qk_norm_rope, then store; the k and v it returns are what the cache holds. It does the same
+        where nobody needs these."""
+        kv, twin, other = self.build(dtype), self.build(dtype), self.build(dtype)
         fused = kv.norm_rope_store()
         if fused is None:
             pytest.skip("does not offer it")
@@ -361,7 +362,10 @@ class KVCacheFormatSuite:
         sizes = (num_q_heads, shape.num_kv_heads, shape.head_dim)
         expected_q, k, v = qk_norm_rope(qkv, q_weight, k_weight, eps, cos_sin, positions, *sizes)
         twin.store(twin.layers[0], k, v, slots)
-        got_q, *got = fused(kv.layers[0], qkv, q_weight, k_weight, eps, cos_sin, positions, slots)
+        step = qkv, q_weight, k_weight, eps, cos_sin, positions, slots
+        got_q, *got = fused(kv.layers[0], *step, True)
+        assert torch.equal(fused(other.layers[0], *step, False)[0], got_q)
+        assert all(map(torch.equal, self.everything(kv, kv.layers[0]), self.everything(other, other.layers[0])))
 
         rounding = 4 * torch.finfo(shape.dtype).eps
         torch.testing.assert_close(got_q, expected_q, rtol=rounding, atol=rounding)

@@ -175,11 +175,11 @@ def _per_token(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(cache, row, live, L: gl.constexpr, WIDTH: gl.constexpr, DEFINED: gl.constexpr):
+def _load_tile(cache, row, live, L: gl.constexpr, WIDTH: gl.constexpr, DEFINED: gl.constexpr, old=None):
     """Words ``[warps, 16 tiles, WIDTH]`` of K or V, which are read once: they need not push other data out of the L2.
 
-    Rows that are not live hold whatever was there, and tiles without a live row whatever the registers did; or,
-    DEFINED, copies of a live row.
+    Rows that are not live hold whatever was there, and tiles without a live row are ``old``, or 0; or, DEFINED, copies
+    of a live row. To be loaded into, registers that are ``old`` need not be cleared.
     """
     TOKENS: gl.constexpr = gl.SliceLayout(2, L)
     token = gl.expand_dims(gl.arange(0, 16 * row.shape[1], gl.SliceLayout(0, TOKENS)) % 16, 0)
@@ -191,7 +191,7 @@ def _load_tile(cache, row, live, L: gl.constexpr, WIDTH: gl.constexpr, DEFINED: 
     address = gl.expand_dims(base, 2) + (gl.expand_dims(token, 2) * WIDTH + word)
     if DEFINED:
         return gl.load(address, eviction_policy="evict_first")
-    return gl.load(address, mask=gl.expand_dims(live > 0, 2), eviction_policy="evict_first")
+    return gl.load(address, mask=gl.expand_dims(live > 0, 2), other=old, eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -355,7 +355,7 @@ def hopper_decode_kernel(
     for _ in range(steps):
         score = scores(k, query, q_scale, ks, W, T, D, H, QUANTIZED, MMA, S)
         row, live = _tile_row(start + tile, page, end, kv_head, BLOCK_SIZE, KV_HEADS)
-        k = _load_tile(k_cache, row, live, K, WORDS, False)
+        k = _load_tile(k_cache, row, live, K, WORDS, False, k if QUANTIZED else None)
         if QUANTIZED:
             ks = _load_scales(k_scale, row, TOKENS)
         ahead, seq, start, end = _advance(items, ahead, stop, seq, start, end, STEP)
@@ -376,7 +376,7 @@ def hopper_decode_kernel(
             bias = mma_v2(gl.full([W, 16, T], -V_BIAS, dtype, A), p, bias)
         acc = rescaled(acc, correction, bias, W, D, H, MMA)
         acc = mma_v2(value_fragment(v, W, T, D, dtype, QUANTIZED, A), p, acc)
-        v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED)
+        v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED, v)
 
         left -= STEP
         if left <= 0:

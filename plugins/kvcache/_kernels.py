@@ -123,8 +123,9 @@ def _store_halves(
     in_half,
     HEAD_DIM: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    COPY: tl.constexpr,
 ):
-    """Both halves of rows (values of the compute dtype, as fp32) into the cache and, as it holds them, to ``copy``."""
+    """Both halves of rows (values of the compute dtype, as fp32) into the cache and, COPY, as it holds them."""
     target = cache_row[:, None] * HEAD_DIM + half[None, :]
     mask = in_half[None, :]
     if QUANTIZED:
@@ -134,11 +135,12 @@ def _store_halves(
     first, second = first.to(cache.dtype.element_ty), second.to(cache.dtype.element_ty)
     tl.store(cache + target, first, mask=mask & keep[:, None])
     tl.store(cache + target + HEAD_DIM // 2, second, mask=mask & keep[:, None])
-    first, second = first.to(tl.float32), second.to(tl.float32)
-    if QUANTIZED:
-        first, second = first * stored.to(tl.float32)[:, None], second * stored.to(tl.float32)[:, None]
-    tl.store(copy + copy_at, first.to(copy.dtype.element_ty), mask=mask)
-    tl.store(copy + copy_at + HEAD_DIM // 2, second.to(copy.dtype.element_ty), mask=mask)
+    if COPY:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        if QUANTIZED:
+            first, second = first * stored.to(tl.float32)[:, None], second * stored.to(tl.float32)[:, None]
+        tl.store(copy + copy_at, first.to(copy.dtype.element_ty), mask=mask)
+        tl.store(copy + copy_at + HEAD_DIM // 2, second.to(copy.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -150,7 +152,7 @@ def norm_rope_store_kernel(
     cos_sin,
     positions,
     slots,
-    fused,  # the results: normalised and rotated q and k, and for a quantised format v, [tokens, heads, head_dim]
+    fused,  # the results: rotated q and, COPY, k and for a quantised format v, [tokens, heads, head_dim]
     k_cache,
     v_cache,
     k_scale,
@@ -164,6 +166,7 @@ def norm_rope_store_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # of one program; all are q heads, all k heads or all v heads
     QUANTIZED: tl.constexpr,
+    COPY: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,  # whether the next kernel may start beside this one
 ):
@@ -179,12 +182,13 @@ def norm_rope_store_kernel(
     keep = slot >= 0
     half = tl.arange(0, BLOCK_HALF)
     in_half = half < HEAD_DIM // 2
+    rotated = half < tl.where(first_head < Q_HEADS + KV_HEADS, HEAD_DIM // 2, 0)  # v is not
     weight = (q_weight if first_head < Q_HEADS else k_weight) + half
-    first_weight = tl.load(weight, mask=in_half, other=0.0).to(tl.float32)
-    second_weight = tl.load(weight + HEAD_DIM // 2, mask=in_half, other=0.0).to(tl.float32)
+    first_weight = tl.load(weight, mask=rotated, other=0.0).to(tl.float32)
+    second_weight = tl.load(weight + HEAD_DIM // 2, mask=rotated, other=0.0).to(tl.float32)
     angle = cos_sin + position.to(tl.int64) * HEAD_DIM + half
-    cos = tl.load(angle, mask=in_half, other=0.0)
-    sin = tl.load(angle + HEAD_DIM // 2, mask=in_half, other=0.0)
+    cos = tl.load(angle, mask=rotated, other=0.0)
+    sin = tl.load(angle + HEAD_DIM // 2, mask=rotated, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     source = qkv + token * QKV_TOKEN + head[:, None] * HEAD_DIM + half[None, :]
@@ -200,11 +204,13 @@ def norm_rope_store_kernel(
         first, second = _rope(first, second, eps, first_weight, second_weight, cos, sin, HEAD_DIM)
         first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
         row = _cache_row(slot, head - Q_HEADS, KV_HEADS, BLOCK_SIZE)
-        _store_halves(first, second, k_cache, k_scale, fused, row, at, keep, half, in_half, HEAD_DIM, QUANTIZED)
+        _store_halves(first, second, k_cache, k_scale, fused, row, at, keep, half, in_half, HEAD_DIM, QUANTIZED, COPY)
     else:
         row = _cache_row(slot, head - Q_HEADS - KV_HEADS, KV_HEADS, BLOCK_SIZE)
         if QUANTIZED:
-            _store_halves(first, second, v_cache, v_scale, fused, row, at, keep, half, in_half, HEAD_DIM, QUANTIZED)
+            _store_halves(
+                first, second, v_cache, v_scale, fused, row, at, keep, half, in_half, HEAD_DIM, QUANTIZED, COPY
+            )
         else:
             target = row[:, None] * HEAD_DIM + half[None, :]
             mask = in_half[None, :] & keep[:, None]
@@ -260,7 +266,8 @@ def norm_rope_store(
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    needs_kv: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """See ``KVCacheFormat.norm_rope_store``. q, k (and v, if it had to be rounded) are views of one fresh tensor; v of
     an unquantised format is a view of ``qkv``."""
     _, kv_heads, block_size, head_dim = layer.k.shape
@@ -268,7 +275,7 @@ def norm_rope_store(
     total_heads = qkv.shape[1] // head_dim
     q_heads = total_heads - 2 * kv_heads
     quantized = layer.k_scale is not None
-    out_heads = total_heads if quantized else q_heads + kv_heads
+    out_heads = (total_heads if quantized else q_heads + kv_heads) if needs_kv else q_heads
     fused = qkv.new_empty(num_tokens, out_heads, head_dim)
     heads = largest_power_of_two(math.gcd(q_heads, kv_heads), MAX_HEADS)
     token_stride = qkv.stride(0)
@@ -286,6 +293,7 @@ def norm_rope_store(
             "BLOCK_SIZE": block_size,
             "HEADS": heads,
             "QUANTIZED": quantized,
+            "COPY": needs_kv,
             "PDL": pdl,
             "EARLY": pdl and early,
             "num_warps": max(1, heads // HEADS_PER_WARP),
@@ -297,10 +305,12 @@ def norm_rope_store(
             num_tokens * (total_heads // heads),
             (qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, fused)
             + (layer.k, layer.v, layer.k_scale, layer.v_scale),
-            (q_heads, kv_heads, head_dim, block_size, token_stride, early),
+            (q_heads, kv_heads, head_dim, block_size, token_stride, early, needs_kv),
             constants,
         )
     q, k = fused[:, :q_heads], fused[:, q_heads : q_heads + kv_heads]
+    if not needs_kv:
+        return q, None, None
     v = fused[:, q_heads + kv_heads :] if quantized else qkv.view(num_tokens, total_heads, head_dim)[:, -kv_heads:]
     return q, k, v
 

@@ -79,7 +79,9 @@ def launch(name, capability, kv_format="bf16", dtype="bfloat16", lens=((100, 100
             torch.zeros(tokens, 128),
         )
         positions = case.meta.query_positions
-        _kernels.norm_rope_store(layer, qkv, weight, weight, 1e-6, cos_sin, positions, case.meta.slot_mapping)
+        for needs_kv in (True, False):
+            step = cos_sin, positions, case.meta.slot_mapping, needs_kv
+            _kernels.norm_rope_store(layer, qkv, weight, weight, 1e-6, *step)
     elif name == "triton_varlen":
         case.run(TritonVarlenBackend(context, TritonVarlenConfig()))
     elif name == "triton_flash":

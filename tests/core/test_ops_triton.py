@@ -11,6 +11,7 @@ import subprocess
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from nanoserve.ops import _elementwise
 from nanoserve.ops.activation import silu_and_mul_reference
 from nanoserve.ops.decode_inputs import DecodeInputs, decode_inputs_reference
 from nanoserve.ops.linear import Norm, linear, linear_add_, norm_linear, norm_swiglu
+from nanoserve.ops.mailbox import Mailbox
 from nanoserve.ops.norm import rms_norm_reference
 from nanoserve.ops.sample import sample
 
@@ -125,6 +127,25 @@ def test_decode_inputs(width):
         assert torch.equal(block_table[i, : last + 1], expected[row, : last + 1])
         assert (block_table[i, last + 1 :] == -7).all()
     assert torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("size", [1, 9, 2304])
+def test_letters_are_taken_in_the_order_in_which_they_were_sent(size):
+    """C50: one may be written before the one ahead of it is taken."""
+    box = Mailbox(size, torch.device(DEVICE))
+
+    def write(number):
+        box.letter()[:size] = np.arange(number, number + size)
+        box.send()
+
+    def take_kernel():
+        _elementwise.take(box._halves, box._turn, box.words, size)
+
+    write(100)
+    for number, take in zip((200, 300, 400, 500), (take_kernel, lambda: box.take(size)) * 2, strict=True):
+        write(number)
+        take()
+        assert box.words[:size].tolist() == list(range(number - 100, number - 100 + size))
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------

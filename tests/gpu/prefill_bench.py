@@ -213,7 +213,7 @@ def check_store():
         qkv = torch.randn(4096, 32 * 128, device="cuda", dtype=torch.bfloat16)
         weights = torch.rand(2, 128, device="cuda", dtype=torch.bfloat16)
         cos_sin, positions = torch.randn(32768, 128, device="cuda"), torch.randint(0, 32768, (4096,), device="cuda")
-        q, k, v = _kernels.norm_rope_store(mine, qkv, *weights, 1e-6, cos_sin, positions, slots[:4096])
+        q, k, v = _kernels.norm_rope_store(mine, qkv, *weights, 1e-6, cos_sin, positions, slots[:4096], True)
         expected = qk_norm_rope(qkv, *weights, 1e-6, cos_sin, positions, 16, 8, 128)
         errors = [f"{relative_error(x, y.double())[0]:.1e}" for x, y in zip((q, k, v), expected, strict=True)]
         live = slots[:4096] >= 0
@@ -379,7 +379,7 @@ def fused_call(layer, qkv, slots, weight, cos_sin, positions):
 
     def call():
         i = next(turn)
-        _kernels.norm_rope_store(layer, qkv[i], weight, weight, 1e-6, cos_sin, positions, slots[i])
+        _kernels.norm_rope_store(layer, qkv[i], weight, weight, 1e-6, cos_sin, positions, slots[i], True)
 
     return call
 

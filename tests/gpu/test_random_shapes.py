@@ -122,7 +122,7 @@ def check_store(kv: str, steps: int, most: int, dtype: torch.dtype, device: str)
             angles, positions = normal(4096, head_dim // 2), slots.abs()
             cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
             poison(layer, 7.0)
-            fused = _kernels.norm_rope_store(layer, heads.flatten(1), *weights, EPS, cos_sin, positions, slots)
+            fused = _kernels.norm_rope_store(layer, heads.flatten(1), *weights, EPS, cos_sin, positions, slots, True)
             expected = rotated(heads, weights, cos_sin, positions, q_heads, kv_heads)
             rounded = TOLERANCE if cache.exact else 1e-2  # INT8 has steps of 1 / 127 of a vector's largest number
             for got, right, bar in zip(fused, expected, (TOLERANCE, rounded, rounded), strict=True):

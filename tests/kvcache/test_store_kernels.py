@@ -55,7 +55,7 @@ class KernelSuite(KVCacheFormatSuite):
         weights = (1 + 0.3 * torch.randn(2, 96, generator=generator)).to(qkv)
         cos_sin = torch.randn(32, 96, generator=generator).to(qkv)
         positions, slots = self.slots(mine, [3, 0, 31, 7, 8]), self.slots(mine, [40, 2, 3, -1, 127])
-        q, k, v = _kernels.norm_rope_store(mine.layers[0], qkv, *weights, 1e-6, cos_sin, positions, slots)
+        q, k, v = _kernels.norm_rope_store(mine.layers[0], qkv, *weights, 1e-6, cos_sin, positions, slots, True)
         heads = qkv.unflatten(1, (-1, 96))
         want_q, want_k, want_v = qk_norm_rope(
             qkv.contiguous(), *weights, 1e-6, cos_sin, positions, q_heads, kv_heads, 96
