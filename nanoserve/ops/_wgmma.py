@@ -249,12 +249,12 @@ def tile_for(num_tokens: int, n: int, k: int, swiglu: bool) -> Tile | None:
             return Tile(64, 64, 128, 3, 5, 5)
         return Tile(64, 64, 128, 6, 6, 6, split=4) if n <= 2048 else Tile(64, 64, 128, 5, 8, 8)
     if swiglu:
-        return Tile(128, 32, 64, 6, 8, 3) if num_tokens <= 128 else Tile(128, 64, 64, 6, 6, 3)
+        return Tile(128, 32, 64, 6, 8, 3) if num_tokens <= 128 else Tile(128, 64, 64, 6, 6, 2)
     if n <= 2048:
         return Tile(64, 64, 128, 6, 6, 3, split=2)
     if num_tokens <= 128:
         return Tile(64, 64, 128, 6, 6, 3)
-    return Tile(64, 128, 64, 7, 7, 3) if num_tokens <= 192 else Tile(128, 64, 64, 5, 8, 3)
+    return Tile(64, 128, 64, 7, 7, 3) if num_tokens <= 192 else Tile(128, 64, 128, 4, 4, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,20 +289,33 @@ def _plan(
     seq = tl.arange(0, BLOCK)
     context_len = tl.load(context_lens + seq, mask=seq < batch, other=0)
     steps = tl.cdiv(context_len, STEP)
-    total = tl.sum(steps, 0)
+    live = steps > 0
+    num_live = tl.maximum(tl.sum(live.to(tl.int32), 0), 1)
+    total, longest = tl.sum(steps, 0), tl.max(steps, 0)
     chunk = tl.maximum(tl.cdiv(total, programs), 1)
-    used = tl.cdiv(total, chunk)
+    # Contexts of about the same length: as many pieces of each, or as many whole ones in a share. Either number is 1.
+    each, group = tl.maximum(programs // num_live, 1), tl.cdiv(num_live, programs)
+    alike = tl.cdiv(longest, each) * group <= chunk + chunk // 32
     before = tl.cumsum(steps, 0) - steps
-    opening = before // chunk  # the chunk in which a sequence begins
-    pieces = tl.where(steps > 0, (before + steps - 1) // chunk - opening + 1, 0)
+    # A sequence begins in the share ``opening``, which others have opened unless ``offset`` is 0; its first piece is so
+    # much shorter than ``length``.
+    offset = tl.where(alike, (tl.cumsum(live.to(tl.int32), 0) - 1) % group, before % chunk)
+    whole = tl.where(group > 1, longest + group, tl.maximum(tl.cdiv(steps, each), 1))
+    length = tl.where(alike, whole, chunk)
+    pieces = tl.where(live, tl.cdiv(offset + steps, length), 0)
     first = tl.cumsum(pieces, 0) - pieces
+    opening = tl.where(alike, first // group, before // chunk)
+    used = tl.where(alike, tl.cdiv(tl.sum(pieces, 0), group), tl.cdiv(total, chunk))
+    for start in range(0, programs, BLOCK):
+        tl.store(shares + (start + seq) * SHARE + 7, 0, mask=start + seq < programs)
+    tl.debug_barrier()
     tl.store(splits + 2 * seq, first, mask=seq < batch)
     tl.store(splits + 2 * seq + 1, pieces, mask=seq < batch)
     for piece in range(tl.max(pieces, 0)):
-        begin = tl.maximum((opening + piece) * chunk - before, 0)
-        end = tl.minimum((opening + piece + 1) * chunk - before, steps)
+        begin = tl.maximum(piece * length - offset, 0)
+        end = tl.minimum((piece + 1) * length - offset, steps)
         mine = piece < pieces
-        opens_chunk = mine & ((before + begin) % chunk == 0)
+        opens = mine & ((offset == 0) | (piece > 0))
         item = items + (first + piece) * ITEM
         share = shares + (opening + piece) * SHARE
         tl.store(item, seq, mask=mine)
@@ -310,14 +323,14 @@ def _plan(
         tl.store(item + 2, tl.minimum(end * STEP, context_len), mask=mine)
         tl.store(item + 3, first, mask=mine)
         tl.store(item + 4, pieces, mask=mine)
-        tl.store(share, first + piece, mask=opens_chunk)
-        tl.store(share - SHARE + 1, first + piece, mask=opens_chunk & (opening + piece > 0))
-        tl.store(share + 2, seq, mask=opens_chunk)
-        tl.store(share + 3, begin * STEP, mask=opens_chunk)
-        tl.store(share + 4, tl.minimum(end * STEP, context_len), mask=opens_chunk)
-        tl.store(share + 5, first, mask=opens_chunk)
-        tl.store(share + 6, pieces, mask=opens_chunk)
-        tl.store(share + 7, tl.minimum(chunk, total - (opening + piece) * chunk), mask=opens_chunk)
+        tl.store(share, first + piece, mask=opens)
+        tl.store(share - SHARE + 1, first + piece, mask=opens & (opening + piece > 0))
+        tl.store(share + 2, seq, mask=opens)
+        tl.store(share + 3, begin * STEP, mask=opens)
+        tl.store(share + 4, tl.minimum(end * STEP, context_len), mask=opens)
+        tl.store(share + 5, first, mask=opens)
+        tl.store(share + 6, pieces, mask=opens)
+        tl.atomic_add(share + 7, end - begin, mask=mine)
     tl.store(shares + (used - 1) * SHARE + 1, tl.sum(pieces, 0), mask=used > 0)
     for start in range(used, programs, BLOCK):
         idle = shares + (start + seq) * SHARE
@@ -432,10 +445,11 @@ def even_programs(programs: int, num_seqs: int) -> int:
 class WorkList:
     """A decode batch cut by the device, once per step, into even shares for kernels whose grid is (kv_heads, programs).
 
-    The contexts of a batch, in steps of some tokens, are laid end to end and cut into ``programs`` chunks of equal
+    The contexts of a batch, in steps of some tokens, are laid end to end and cut into ``programs`` shares of equal
     length. So every program has the same work whatever the lengths are, most sequences of a large batch stay whole, and
-    one CUDA graph serves all contexts. A program does the items of its chunk in turn; only the first and the last of
-    them can be parts of a sequence.
+    one CUDA graph serves all contexts. A program does the items of its share in turn; only the first and the last of
+    them can be parts of a sequence. Contexts of about the same length are cut alike instead, at their ends wherever a
+    share has several, if that makes no share longer by more than 1/32: items that end take time, too.
 
     items: int32 ``[programs + max_num_seqs + 1, ITEM]``: sequence, first token, end token, first item of the sequence,
     pieces of the sequence; the rest is padding. shares: int32 ``[programs, SHARE]``, per program its first item, the

@@ -67,6 +67,9 @@ class HopperDecodeConfig:
 #: Up to how many sequences the next kernel may start beside this one. For more it is a product that wants most of the
 #: shared memory, and this kernel would read K and V through what is left of the L1 cache.
 EARLY_SEQS = MIN_WGMMA_TOKENS - 1
+#: Up to how many sequences of INT8 K and V are marked as read once. With Triton 3.6 that takes a tenth of a step's
+#: instructions, and beyond, where the GPU is at its power limit, it costs more than it gives.
+EVICT_FIRST_SEQS = 128
 
 
 class HopperDecodeBackend(AttentionBackend):
@@ -126,6 +129,7 @@ class HopperDecodeBackend(AttentionBackend):
             FUSED_MERGE=fused_merge,
             TOKENS_PER_WARP=self.tokens_per_warp,
             EARLY=meta.num_seqs <= EARLY_SEQS,
+            EVICTION="" if self.quantized and meta.num_seqs > EVICT_FIRST_SEQS else "evict_first",
             num_warps=num_warps,
             maxnreg=self.max_registers[fused_merge],
             launch_pdl=True,
@@ -175,8 +179,17 @@ def _per_token(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(cache, row, live, L: gl.constexpr, WIDTH: gl.constexpr, DEFINED: gl.constexpr, old=None):
-    """Words ``[warps, 16 tiles, WIDTH]`` of K or V, which are read once: they need not push other data out of the L2.
+def _load_tile(
+    cache,
+    row,
+    live,
+    L: gl.constexpr,
+    WIDTH: gl.constexpr,
+    DEFINED: gl.constexpr,
+    EVICTION: gl.constexpr,
+    old=None,
+):
+    """Words ``[warps, 16 tiles, WIDTH]`` of K or V.
 
     Rows that are not live hold whatever was there, and tiles without a live row are ``old``, or 0; or, DEFINED, copies
     of a live row. To be loaded into, registers that are ``old`` need not be cleared.
@@ -190,8 +203,8 @@ def _load_tile(cache, row, live, L: gl.constexpr, WIDTH: gl.constexpr, DEFINED: 
     word = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
     address = gl.expand_dims(base, 2) + (gl.expand_dims(token, 2) * WIDTH + word)
     if DEFINED:
-        return gl.load(address, eviction_policy="evict_first")
-    return gl.load(address, mask=gl.expand_dims(live > 0, 2), other=old, eviction_policy="evict_first")
+        return gl.load(address, eviction_policy=EVICTION)
+    return gl.load(address, mask=gl.expand_dims(live > 0, 2), other=old, eviction_policy=EVICTION)
 
 
 @gluon.jit
@@ -277,6 +290,7 @@ def hopper_decode_kernel(
     FUSED_MERGE: gl.constexpr,
     TOKENS_PER_WARP: gl.constexpr,  # in a step: one or more tiles of 16
     EARLY: gl.constexpr,
+    EVICTION: gl.constexpr,  # of K and V, which are read once: they need not push other data out of the L2
 ):
     """q, out ``[num_seqs, q_heads, D]``; caches as int32 words; grid (kv_heads, programs); scratch: ``WorkList``."""
     W: gl.constexpr = gl.num_warps()
@@ -328,16 +342,16 @@ def hopper_decode_kernel(
     left = end - start
     page = _load_page(block_table, seq, table_stride, start + tile, end, BLOCK_SIZE)
     row, live = _tile_row(start + tile, page, end, kv_head, BLOCK_SIZE, KV_HEADS)
-    k = _load_tile(k_cache, row, live, K, WORDS, False)
-    v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED)
+    k = _load_tile(k_cache, row, live, K, WORDS, False, EVICTION)
+    v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED, EVICTION)
     ks = 0.0
     if QUANTIZED:
         ks = _load_scales(k_scale, row, TOKENS)
         vs = _load_scales(v_scale, row, TOKENS)
     gdc_wait()
     if is_last_piece & (left <= STEP):  # the newest token is in this step: again
-        k = _load_tile(k_cache, row, live, K, WORDS, False)
-        v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED)
+        k = _load_tile(k_cache, row, live, K, WORDS, False, EVICTION)
+        v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED, EVICTION)
         if QUANTIZED:
             ks = _load_scales(k_scale, row, TOKENS)
             vs = _load_scales(v_scale, row, TOKENS)
@@ -355,7 +369,7 @@ def hopper_decode_kernel(
     for _ in range(steps):
         score = scores(k, query, q_scale, ks, W, T, D, H, QUANTIZED, MMA, S)
         row, live = _tile_row(start + tile, page, end, kv_head, BLOCK_SIZE, KV_HEADS)
-        k = _load_tile(k_cache, row, live, K, WORDS, False, k if QUANTIZED else None)
+        k = _load_tile(k_cache, row, live, K, WORDS, False, EVICTION, k if QUANTIZED else None)
         if QUANTIZED:
             ks = _load_scales(k_scale, row, TOKENS)
         ahead, seq, start, end = _advance(items, ahead, stop, seq, start, end, STEP)
@@ -376,7 +390,7 @@ def hopper_decode_kernel(
             bias = mma_v2(gl.full([W, 16, T], -V_BIAS, dtype, A), p, bias)
         acc = rescaled(acc, correction, bias, W, D, H, MMA)
         acc = mma_v2(value_fragment(v, W, T, D, dtype, QUANTIZED, A), p, acc)
-        v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED, v)
+        v = _load_tile(v_cache, row, live, V, WORDS, not QUANTIZED, EVICTION, v)
 
         left -= STEP
         if left <= 0:

@@ -219,7 +219,8 @@ def norm_rope_store_kernel(
 
 
 ROWS = 16  # vectors of K and of V that one program stores
-MAX_HEADS, HEADS_PER_WARP = 8, 2  # of one program that normalises, rotates and stores
+#: Up to so many tokens, the most heads of a program that normalises, rotates and stores, and those of a warp.
+HEADS_BY_TOKENS = ((256, 4, 1), (math.inf, 8, 2))
 #: From more tokens on, the product before keeps 200 KB of shared memory on every multiprocessor. Attention that started
 #: beside it would read K and V through what is left of the L1 cache, for as long as it runs.
 EARLY_TOKENS = MIN_WGMMA_TOKENS - 1
@@ -277,7 +278,8 @@ def norm_rope_store(
     quantized = layer.k_scale is not None
     out_heads = (total_heads if quantized else q_heads + kv_heads) if needs_kv else q_heads
     fused = qkv.new_empty(num_tokens, out_heads, head_dim)
-    heads = largest_power_of_two(math.gcd(q_heads, kv_heads), MAX_HEADS)
+    most_heads, heads_per_warp = next(heads for tokens, *heads in HEADS_BY_TOKENS if num_tokens <= tokens)
+    heads = largest_power_of_two(math.gcd(q_heads, kv_heads), most_heads)
     token_stride = qkv.stride(0)
     early = num_tokens <= EARLY_TOKENS
 
@@ -296,7 +298,7 @@ def norm_rope_store(
             "COPY": needs_kv,
             "PDL": pdl,
             "EARLY": pdl and early,
-            "num_warps": max(1, heads // HEADS_PER_WARP),
+            "num_warps": max(1, heads // heads_per_warp),
             "launch_pdl": pdl,
         }
 
@@ -305,7 +307,7 @@ def norm_rope_store(
             num_tokens * (total_heads // heads),
             (qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, fused)
             + (layer.k, layer.v, layer.k_scale, layer.v_scale),
-            (q_heads, kv_heads, head_dim, block_size, token_stride, early, needs_kv),
+            (q_heads, kv_heads, head_dim, block_size, token_stride, early, needs_kv, most_heads),
             constants,
         )
     q, k = fused[:, :q_heads], fused[:, q_heads : q_heads + kv_heads]

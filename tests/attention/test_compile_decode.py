@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hopper-gqa8-fp16": {"backend": "hopper_decode", "q_heads": 8, "kv_heads": 1, "dtype": "float16"},
     "hopper-int8-small-batch": {"backend": "hopper_decode", "kv": "int8", "batch": 1},
     "hopper-int8": {"backend": "hopper_decode", "kv": "int8"},
+    "hopper-int8-large-batch": {"backend": "hopper_decode", "kv": "int8", "batch": 256},
     "hopper-int8-gqa8": {"backend": "hopper_decode", "kv": "int8", "q_heads": 8, "kv_heads": 1},
     "hopper-int8-head64": {"backend": "hopper_decode", "kv": "int8", "head_dim": 64},
     "hopper-int8-page256": {"backend": "hopper_decode", "kv": "int8", "block_size": 256},

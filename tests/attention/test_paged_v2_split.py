@@ -97,8 +97,30 @@ def test_plan_cuts_the_batch_evenly(context_lens: list[int], programs: int, step
         assert not spans or edges[-1] == n
         assert work.splits[seq, 1] == len(spans)
     loads = [sum(-(-(end - start) // step) for _, start, end, _, _ in items[begin:stop]) for begin, stop, *_ in shares]
-    assert all(load <= chunk for load in loads) and sum(loads) == total
+    assert all(load <= chunk + chunk // 32 for load in loads) and sum(loads) == total
     assert [steps for begin, stop, *_, steps in shares if begin < stop] == [load for load in loads if load]
+
+
+@pytest.mark.parametrize(
+    ("context_lens", "programs", "items_each"),
+    [
+        ([1008 + i % 32 for i in range(256)], 128, 2),  # whole sequences, two to a share
+        ([1055] * 32, 128, 1),  # 33 steps in four pieces
+        ([1000, 1040, 0, 1020] * 2, 3, 2),  # rows of padding count for nothing
+        ([1024] * 255 + [2048], 128, None),  # one is longer: even shares
+    ],
+)
+def test_contexts_of_about_the_same_length_are_cut_alike(context_lens, programs, items_each) -> None:
+    work = work_list(programs, max_num_seqs=256)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    work.plan(DecodeMetadata(len(lens), lens, lens, lens, (), 0), programs, 32)
+    shares, pieces = work.shares.tolist(), work.splits[: len(lens), 1].tolist()
+    live = sum(n > 0 for n in context_lens)
+    if items_each is None:
+        assert max(pieces) > 1 and max(share[7] for share in shares) == -(-(255 * 32 + 64) // programs)
+    else:
+        assert set(pieces) - {0} == {max(1, programs // live)}
+        assert all(stop - begin in (0, items_each) for begin, stop, *_ in shares)
 
 
 @settings(max_examples=40, deadline=None)
