@@ -330,7 +330,7 @@ def _plan(
         tl.store(share + 4, tl.minimum(end * STEP, context_len), mask=opens)
         tl.store(share + 5, first, mask=opens)
         tl.store(share + 6, pieces, mask=opens)
-        tl.atomic_add(share + 7, end - begin, mask=mine)
+        tl.atomic_add(share + 7, end - begin, mask=mine, sem="relaxed")
     tl.store(shares + (used - 1) * SHARE + 1, tl.sum(pieces, 0), mask=used > 0)
     for start in range(used, programs, BLOCK):
         idle = shares + (start + seq) * SHARE

@@ -84,6 +84,7 @@ def compile_case(
         kernel.name: {
             "report": str(kernel),
             "stack": kernel.stack,
+            "fences": sum("MEMBAR" in line for line in kernel.sass()),
             "mma": "mma.sync" in kernel.ptx,
             "integer mma": kernel.ptx.count("m16n8k32.row.col.satfinite.s32.s8.s8.s32"),
             "byte permutes between products": count_between_products(kernel.sass(), ("PRMT",)),
@@ -130,6 +131,7 @@ def test_compiles_without_spills(architecture: str, name: str, compiled: dict[st
     kernels = compiled[architecture][name]
     backend = CASES[name]["backend"]
     assert f"{backend}_kernel" in kernels
+    assert kernels.get("_plan", {"fences": 0})["fences"] == 0, "half a microsecond for each piece of a context"
     for kernel in kernels.values():
         assert kernel["stack"] <= SPILLS.get(name, 0), kernel["report"]
     kernel = kernels[f"{backend}_kernel"]
