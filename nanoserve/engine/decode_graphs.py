@@ -211,13 +211,16 @@ class DecodeGraphs:
 
     def _warm_up(self, bucket: _Bucket) -> None:
         """Run a step of nothing but padding: kernels compile, libraries allocate."""
+        for _ in range(2):  # nobody has sent a letter: once would turn to the wrong half
+            self.mailbox.take(bucket.ints.numel() + bucket.params.numel())
+        bucket.params.zero_()
         bucket.ints[0].fill_(self.rows.scratch)
         bucket.ints[1:3].zero_()
         bucket.ints[3].fill_(len(self._tokens) - 1)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            self._sample(bucket)  # nobody has sent a letter
+            self._sample(bucket)
         torch.cuda.current_stream(self.device).wait_stream(side)
 
     @staticmethod

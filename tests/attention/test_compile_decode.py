@@ -131,7 +131,9 @@ def test_compiles_without_spills(architecture: str, name: str, compiled: dict[st
     kernels = compiled[architecture][name]
     backend = CASES[name]["backend"]
     assert f"{backend}_kernel" in kernels
-    assert kernels.get("_plan", {"fences": 0})["fences"] == 0, "half a microsecond for each piece of a context"
+    if backend in ("hopper_decode", "paged_v2_split"):
+        plan = "_plan" if "_plan" in kernels else "_plan_pieces"
+        assert kernels[plan]["fences"] == 0, "half a microsecond for each piece of a context"
     for kernel in kernels.values():
         assert kernel["stack"] <= SPILLS.get(name, 0), kernel["report"]
     kernel = kernels[f"{backend}_kernel"]

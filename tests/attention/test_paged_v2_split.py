@@ -72,10 +72,26 @@ def work_list(programs: int, max_num_seqs: int) -> WorkList:
     return WorkList(context, width=8, programs=programs)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.integers(1, 30), st.sampled_from([16, 64]))
-def test_plan_cuts_the_batch_evenly(context_lens: list[int], programs: int, step: int) -> None:
-    work = work_list(programs, max_num_seqs=20)
+@st.composite
+def about_the_same_length(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Contexts, some of them 0, and a number of programs that fits them: several to a share, or several shares each."""
+    longest = draw(st.integers(1, 8000))
+    less = st.one_of(st.integers(0, min(40, longest - 1)), st.integers(0, longest // 8))
+    context_lens = draw(st.lists(st.one_of(less.map(lambda n: longest - n), st.just(0)), min_size=1, max_size=40))
+    live = max(1, sum(n > 0 for n in context_lens))
+    return context_lens, draw(st.sampled_from([live * 3, live, *(-(-live // group) for group in (2, 3, 4, 5))]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.one_of(
+        st.tuples(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.integers(1, 30)), about_the_same_length()
+    ),
+    st.sampled_from([16, 64]),
+)
+def test_plan_cuts_the_batch_evenly(batch: tuple[list[int], int], step: int) -> None:
+    context_lens, programs = batch
+    work = work_list(programs, max_num_seqs=40)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     work.plan(DecodeMetadata(len(lens), lens, lens, lens, (), 0), programs, step)
     total = sum(-(-n // step) for n in context_lens)

@@ -219,6 +219,53 @@ def test_batches_that_need_logits_leave_the_captured_sampler_and_restricted_ones
             assert any(bucket.logits is not None for bucket in buckets.values()) == needs_logits
 
 
+def test_a_step_that_fails_does_not_upset_the_next(tiny_folder, monkeypatch):
+    """Its inputs may have been taken or not: see ``Mailbox``."""
+    folder, _ = tiny_folder
+    prompts = prompts_of(random.Random(8), 3)
+    with make(folder) as llm, LLM(str(folder), device="cpu", num_kv_blocks=40) as eager:
+        expected = [o.token_ids for o in eager.generate(prompts, GREEDY)]
+        for owner, name in ((DeviceLengths, "decode"), (type(llm.engine.runner.sampler), "prepare")):
+            right = getattr(owner, name)
+
+            def fails(*args, **kwargs):
+                raise RuntimeError("once")
+
+            monkeypatch.setattr(owner, name, fails)
+            assert {o.finish_reason for o in llm.generate(prompts, GREEDY)} == {"error"}
+            monkeypatch.setattr(owner, name, right)
+            assert [o.token_ids for o in llm.generate(prompts, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_fused_stores_serve_every_kind_of_step(tiny_folder, monkeypatch, kv, fixed):
+    """On a GPU the formats normalise, rotate and store in one launch: here in the interpreter, with decoding sequences
+    beside prompts and alone. Only alone does nobody need k and v."""
+    from nanoserve_plugins.kvcache import _kernels
+    from nanoserve_plugins.kvcache.bf16 import BF16KVCache
+    from nanoserve_plugins.kvcache.int8 import Int8KVCache
+
+    folder, _ = tiny_folder
+    rng = random.Random(3)
+    prompts = prompts_of(rng, 6)
+    params = [replace(GREEDY, max_tokens=rng.randint(2, 8)) for _ in prompts]
+    options = {"kv": kv, "num_kv_blocks": 40, "max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 16}
+    with LLM(str(folder), device="cpu", **options) as llm:
+        expected = [o.token_ids for o in llm.generate(prompts, params)]
+    needed = set()
+
+    def fused(*step):
+        needed.add(step[-1])
+        return _kernels.norm_rope_store(*step)
+
+    for cache in (BF16KVCache, Int8KVCache):
+        monkeypatch.setattr(cache, "norm_rope_store", lambda self: fused)
+    with make(folder, **options) if fixed else LLM(str(folder), device="cpu", **options) as llm:
+        assert [o.token_ids for o in llm.generate(prompts, params)] == expected
+    assert needed == {True, False}
+
+
 def test_the_block_table_may_move(tiny_folder):
     folder, oracle = tiny_folder
     prompts = prompts_of(random.Random(6), 5)

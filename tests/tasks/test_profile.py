@@ -97,7 +97,7 @@ def test_union() -> None:
         ("hopper_decode_kernel", "attention"), ("_merge", "attention"), ("norm_rope_store_kernel", NORMS),
         ("rms_norm_kernel", NORMS), ("silu_and_mul_kernel", NORMS),
         ("void at::native::vectorized_elementwise_kernel<4>", NORMS),
-        ("chunk_kernel", "sampling"), ("mystery", "other"),
+        ("chunk_kernel", "sampling"), ("take_kernel", "copies"), ("mystery", "other"),
     ],
 )  # fmt: skip
 def test_classes(kernel: str, kind: str) -> None:

@@ -30,7 +30,7 @@ CLASSES = (
         r"norm|rope|silu|store|rsqrt|elementwise|decode_inputs|index|gather|embedding|vectorized|"
         r"::(add|addcmul|mul|pow|mean|cat|where|copy_|sum|div|exp|max|fill_|clamp_min)",
     ),
-    ("copies", r"memcpy|memset"),
+    ("copies", r"memcpy|memset|take_kernel"),
 )
 
 
