@@ -365,8 +365,9 @@ class AsyncLLM:
         if engine is not self._engine:
             return
         was_ready = self.state == "ready"
-        fields = {"exit_code": code, "in_flight": len(self._requests)}
-        log.error("the engine process has ended", extra={"fields": fields})
+        if self.state != "dead":  # else it was killed because it had refused to start, which has been said
+            fields = {"exit_code": code, "in_flight": len(self._requests)}
+            log.error("the engine process has ended", extra={"fields": fields})
         self.metrics.engine_ended()
         self.state = "dead"
         self._fail_all(EngineDeadError(f"the engine process has ended with exit code {code}"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +28,8 @@ class LLM:
 
     Keywords are those of :meth:`nanoserve.config.EngineConfig.from_kwargs`: ``model`` (a folder, a hub id or the name
     of a model config), the plugins ``attention``, ``kv``, ``scheduler``, ``policy`` (a name, or ``{"name": …, option:
-    …}``), and the engine's options. An unknown keyword raises ConfigError. One thread at a time may use an LLM.
+    …}``), and the engine's options. An unknown keyword raises ConfigError. One thread at a time may use an LLM; a
+    second one gets a RequestError.
 
     >>> with LLM(model="tiny", kv="int8") as llm:
     ...     print(llm.generate("import json\\n", SamplingParams(max_tokens=32))[0].text)
@@ -50,6 +53,7 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
         self._inbox: dict[str, deque[RequestOutput]] = {}
+        self._in_use = threading.RLock()
 
     def generate(
         self,
@@ -103,6 +107,8 @@ class LLM:
         The concatenated deltas are exactly what ``generate`` returns. Leaving the loop aborts the request. The request
         is checked and queued at once, so errors are raised here and not at the first ``next``.
         """
+        if isinstance(prompt, list) and any(isinstance(p, str | list) for p in prompt):
+            raise RequestError("stream takes one prompt, a string or a list of token ids; open a stream for each")
         text, ids = self._tokenize(prompt)
         (urgency,) = self._priorities_for(priority, 1)
         return _Stream(self, self._add(ids, _one(params), prompt=text, stream=True, priority=urgency))
@@ -187,12 +193,23 @@ class LLM:
         self, ids: list[int], params: SamplingParams, *, prompt: str | None, priority: int, stream: bool = False
     ) -> str:
         request_id = f"llm-{next(self._ids)}"
-        self.engine.add_request(request_id, ids, params, prompt=prompt, stream=stream, priority=priority)
-        self._inbox[request_id] = deque()
+        with self._alone():
+            self.engine.add_request(request_id, ids, params, prompt=prompt, stream=stream, priority=priority)
+            self._inbox[request_id] = deque()
         return request_id
 
     def _step(self) -> None:
-        self._deliver(self.engine.step())
+        with self._alone():
+            self._deliver(self.engine.step())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._in_use.acquire(blocking=False):
+            raise RequestError("another thread is using this LLM; let them take turns, or use AsyncLLM")
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     def _deliver(self, reports: list[RequestOutput]) -> None:
         """Reports go to whoever waits for them: several streams may be open."""
@@ -202,11 +219,12 @@ class LLM:
                 inbox.append(output)
 
     def _forget(self, request_id: str) -> None:
-        self.engine.abort(request_id)
-        self._inbox.pop(request_id, None)
-        if not self.engine.requests:  # nobody will step again to commit what is in flight
-            self.engine.drain()
-            self._deliver(self.engine.report())
+        with self._in_use:
+            self.engine.abort(request_id)
+            self._inbox.pop(request_id, None)
+            if not self.engine.requests:  # nobody will step again to commit what is in flight
+                self.engine.drain()
+                self._deliver(self.engine.report())
 
 
 class _Stream(Iterator[RequestOutput]):

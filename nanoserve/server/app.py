@@ -204,7 +204,8 @@ def build_app(
 
     async def on_error(request: Request, error: Exception) -> Response:
         api_error = as_api_error(error)
-        if api_error.param == "prompt" and request.url.path == CHAT_PATH:  # which is made from
+        made = api_error.code != "unknown_parameter"  # nobody has sent a prompt, it was made from
+        if api_error.param == "prompt" and made and request.url.path == CHAT_PATH:
             api_error.param = "messages"
         Exchange.of(request.scope).fields["error"] = api_error.message
         return Json(api_error.body, api_error.status, api_error.headers)
@@ -346,10 +347,13 @@ async def _render(serving: Serving, messages: list[ChatMessage], kwargs: Mapping
     tokenizer = serving.llm.tokenizer
     if kwargs and tokenizer is not None:
         known = tokenizer.template_variables()
-        for name in kwargs:
+        for name, value in kwargs.items():
+            param = f"chat_template_kwargs.{name}"
             if name not in known:
-                message = f"chat_template_kwargs: the chat template has no variable {name!r}"
-                raise ApiError(400, f"{message}; it has {', '.join(sorted(known)) or 'none'}", "chat_template_kwargs")
+                message = f"{param}: the chat template has no such variable"
+                raise ApiError(400, f"{message}; it has {', '.join(sorted(known)) or 'none'}", param)
+            if name == "enable_thinking" and not isinstance(value, bool):  # a template takes "false" for true
+                raise ApiError(400, f"{param} must be true or false, not {value!r}", param)
     return await serving.llm.render_chat([message.as_dict() for message in messages], **(kwargs or {}))
 
 

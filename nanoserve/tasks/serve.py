@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import socket
 import sys
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ class Options:
         for key, (legal, rule) in rules.items():
             if not legal:
                 raise ConfigError(f"{key} must be {rule}, not {getattr(self, key)!r}")
+        for origin in self.cors_origins or ():
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", str(origin)):
+                raise ConfigError(f'cors_origins must be "*" or scheme://host[:port] without a path, not {origin!r}')
 
 
 def _is_text(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,29 @@ def test_params_one_for_all_or_one_each(tiny_folder):
         assert [len(o.token_ids) for o in outputs] == [6, 2]
         with pytest.raises(RequestError, match="3 SamplingParams for 2 prompts"):
             llm.generate(["a", "b"], [GREEDY] * 3)
+
+
+def test_a_second_thread_is_refused_and_changes_nothing(tiny_folder):
+    prompts = ["a", "bc", "def", "gh"]
+    with LLM(str(tiny_folder[0]), **CPU) as llm:
+        alone = {prompt: llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts}
+
+        def ask(prompt):
+            try:
+                return prompt, llm.generate(prompt, GREEDY)[0].token_ids
+            except RequestError as error:
+                return prompt, str(error)
+
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(ask, prompts * 10))
+        assert any(answer == alone[prompt] for prompt, answer in answers)
+        assert all(answer == alone[prompt] or "another thread" in answer for prompt, answer in answers)
+        assert {prompt: llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts} == alone
+
+
+def test_a_stream_is_of_one_prompt(tiny_folder):
+    with LLM(str(tiny_folder[0]), **CPU) as llm, pytest.raises(RequestError, match="one prompt"):
+        llm.stream(["a", "b"], GREEDY)
 
 
 def test_streams_may_be_interleaved(tiny_folder):

@@ -199,7 +199,14 @@ def test_the_chat_template_gets_its_variables(server: Server) -> None:
     for name in ("thinking", "messages", "chat_template", "tokenize"):
         response = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}],
                                chat_template_kwargs={name: "x"})  # fmt: skip
-        assert response.status_code == 400 and response.json()["error"]["param"] == "chat_template_kwargs"
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == f"chat_template_kwargs.{name}"
+    for wrong in ("false", 0, None):
+        response = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}],
+                               chat_template_kwargs={"enable_thinking": wrong})  # fmt: skip
+        assert response.status_code == 400 and "true or false" in response.json()["error"]["message"]
+    response = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], prompt="x")
+    assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
 
 
 def test_tokenize_and_detokenize(server: Server) -> None:

@@ -21,6 +21,7 @@ from nanoserve.server.connection import http_protocol
         (["port=70000"], "port must be between 0 and 65535"),
         (["max_queue=-1"], "max_queue must be at least 0"),
         (["request_timeout=0"], "request_timeout must be above 0"),
+        (["cors_origins=[https://example.org/]"], "scheme://host[:port]"),
         (["host=256.1.1.1"], "cannot listen on"),
         (["sampling.n=2"], "sampling.n"),
         (["ports=1"], "ports"),
