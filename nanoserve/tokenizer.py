@@ -74,6 +74,9 @@ class Tokenizer:
         template_kwargs: variables of the template (``enable_thinking=False``); those it does not know have no effect.
         Where several templates are stored, transformers' precedence decides. Raises RequestError.
         """
+        thinking = template_kwargs.get("enable_thinking", True)
+        if not isinstance(thinking, bool):  # a template would take "false" for true
+            raise RequestError(f"enable_thinking must be true or false, not {thinking!r}")
         if not self._hf.chat_template:
             raise RequestError("this checkpoint has no chat template: send a plain prompt, or add chat_template.jinja")
         checked = _checked_messages(messages)

@@ -39,6 +39,7 @@ log = logging.getLogger("nanoserve")
 
 # Per sequence: row, context length, last block, place among the sampled tokens; the sampler's parameters.
 NUM_INTS, NUM_FLOATS = 4, 5
+NUM_WORDS = NUM_INTS + NUM_FLOATS
 
 
 def buckets_up_to(max_num_seqs: int, multiple: int) -> list[int]:
@@ -93,7 +94,7 @@ class DecodeGraphs:
         self._generation = rows.generation
         largest = self.sizes[-1]
         self.inputs = DecodeInputs.empty(largest, rows.width, self.device)
-        self.mailbox = Mailbox((NUM_INTS + NUM_FLOATS) * largest, self.device)
+        self.mailbox = Mailbox(NUM_WORDS * largest, self.device)
         pinned = self.device.type == "cuda"
         self._tokens = torch.zeros(2 * largest + 1, dtype=torch.int64, pin_memory=pinned)  # the last place: nobody's
         self._first_place = 0  # of this step in _tokens
@@ -120,7 +121,7 @@ class DecodeGraphs:
             bucket = self._buckets[size] = self._make(size)
 
         self._first_place = self.sizes[-1] - self._first_place
-        letter = self.mailbox.letter()[: (NUM_INTS + NUM_FLOATS) * size]
+        letter = self.mailbox.letter()[: NUM_WORDS * size]
         ints = letter[: NUM_INTS * size].reshape(NUM_INTS, size)
         floats = letter[NUM_INTS * size :].view(np.float32).reshape(NUM_FLOATS, size)
         described = self._describe(decode)
@@ -161,7 +162,7 @@ class DecodeGraphs:
         return self._last_ints
 
     def _make(self, size: int) -> _Bucket:
-        words = (NUM_INTS + NUM_FLOATS) * size
+        words = NUM_WORDS * size
         ints, floats = self.mailbox.words[:words].split([NUM_INTS * size, NUM_FLOATS * size])
         params = floats.view(torch.float32).view(NUM_FLOATS, size)
         bucket = _Bucket(size, ints.view(NUM_INTS, size), params, lambda: None, lambda: None)
@@ -212,7 +213,7 @@ class DecodeGraphs:
     def _warm_up(self, bucket: _Bucket) -> None:
         """Run a step of nothing but padding: kernels compile, libraries allocate."""
         for _ in range(2):  # nobody has sent a letter: once would turn to the wrong half
-            self.mailbox.take(bucket.ints.numel() + bucket.params.numel())
+            self.mailbox.take(NUM_WORDS * bucket.size)
         bucket.params.zero_()
         bucket.ints[0].fill_(self.rows.scratch)
         bucket.ints[1:3].zero_()

@@ -347,13 +347,11 @@ async def _render(serving: Serving, messages: list[ChatMessage], kwargs: Mapping
     tokenizer = serving.llm.tokenizer
     if kwargs and tokenizer is not None:
         known = tokenizer.template_variables()
-        for name, value in kwargs.items():
-            param = f"chat_template_kwargs.{name}"
+        for name in kwargs:
             if name not in known:
+                param = f"chat_template_kwargs.{name}"
                 message = f"{param}: the chat template has no such variable"
                 raise ApiError(400, f"{message}; it has {', '.join(sorted(known)) or 'none'}", param)
-            if name == "enable_thinking" and not isinstance(value, bool):  # a template takes "false" for true
-                raise ApiError(400, f"{param} must be true or false, not {value!r}", param)
     return await serving.llm.render_chat([message.as_dict() for message in messages], **(kwargs or {}))
 
 

@@ -219,8 +219,8 @@ def norm_rope_store_kernel(
 
 
 ROWS = 16  # vectors of K and of V that one program stores
-#: Up to so many tokens, the most heads of a program that normalises, rotates and stores, and those of a warp.
-HEADS_BY_TOKENS = ((256, 4, 1), (math.inf, 8, 2))
+#: Most heads of a program that normalises, rotates and stores, and heads of a warp: up to FEW_TOKENS, and beyond.
+FEW_TOKENS, FEW_HEADS, MANY_HEADS = 256, (4, 1), (8, 2)
 #: From more tokens on, the product before keeps 200 KB of shared memory on every multiprocessor. Attention that started
 #: beside it would read K and V through what is left of the L1 cache, for as long as it runs.
 EARLY_TOKENS = MIN_WGMMA_TOKENS - 1
@@ -278,7 +278,7 @@ def norm_rope_store(
     quantized = layer.k_scale is not None
     out_heads = (total_heads if quantized else q_heads + kv_heads) if needs_kv else q_heads
     fused = qkv.new_empty(num_tokens, out_heads, head_dim)
-    most_heads, heads_per_warp = next(heads for tokens, *heads in HEADS_BY_TOKENS if num_tokens <= tokens)
+    most_heads, heads_per_warp = FEW_HEADS if num_tokens <= FEW_TOKENS else MANY_HEADS
     heads = largest_power_of_two(math.gcd(q_heads, kv_heads), most_heads)
     token_stride = qkv.stride(0)
     early = num_tokens <= EARLY_TOKENS

@@ -225,10 +225,14 @@ def test_a_step_that_fails_does_not_upset_the_next(tiny_folder, monkeypatch):
     prompts = prompts_of(random.Random(8), 3)
     with make(folder) as llm, LLM(str(folder), device="cpu", num_kv_blocks=40) as eager:
         expected = [o.token_ids for o in eager.generate(prompts, GREEDY)]
-        for owner, name in ((DeviceLengths, "decode"), (type(llm.engine.runner.sampler), "prepare")):
+        sampler = type(llm.engine.runner.sampler)
+        prepare = sampler.prepare
+        for owner, name in ((DeviceLengths, "decode"), (sampler, "prepare")):
             right = getattr(owner, name)
 
-            def fails(*args, **kwargs):
+            def fails(*args, right=right, **kwargs):
+                if right is prepare and len(args) < 5:  # of a prompt: no letter is written
+                    return right(*args, **kwargs)
                 raise RuntimeError("once")
 
             monkeypatch.setattr(owner, name, fails)

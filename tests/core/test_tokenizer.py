@@ -88,6 +88,9 @@ def test_thinking_changes_the_prompt_only_when_false(tokenizer):
     plain = tokenizer.render_chat(HELLO)
     assert tokenizer.render_chat(HELLO, enable_thinking=True) == plain
     assert tokenizer.render_chat(HELLO, enable_thinking=False) == plain + list(b"NOTHINK")
+    for wrong in ("false", 0, None):
+        with pytest.raises(RequestError, match="enable_thinking must be true or false"):
+            tokenizer.render_chat(HELLO, enable_thinking=wrong)
 
 
 @pytest.mark.parametrize(

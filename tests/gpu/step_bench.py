@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -34,7 +34,7 @@ from nanoserve_plugins.kvcache import _kernels as kv_kernels
 
 ALWAYS = 10**9
 CONTEXT, CAPTURES, ROUNDS, REPLAYS, PAUSE = 1008, 3, 6, 6, 0.06
-Patch = Any  # a context manager
+Patch = AbstractContextManager[Any]
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
@@ -47,11 +47,11 @@ def norms_apart() -> Patch:
     return mock.patch.object(layers, "linear_add_norm_", add)
 
 
-def tile(shape: tuple[int, int], tile: Tile) -> Patch:
-    """``tile`` for the matrix ``[n, k]`` of that shape."""
+def tile(shape: tuple[int, int], instead: Tile) -> Patch:
+    """``instead`` for the matrix ``[n, k]`` of that shape."""
     chosen = _wgmma.tile_for
     return mock.patch.object(
-        _wgmma, "tile_for", lambda tokens, n, k, swiglu: tile if (n, k) == shape else chosen(tokens, n, k, swiglu)
+        _wgmma, "tile_for", lambda tokens, n, k, swiglu: instead if (n, k) == shape else chosen(tokens, n, k, swiglu)
     )
 
 
@@ -119,6 +119,7 @@ def measure(llm: LLM, batch: int) -> dict[str, list[float]]:
         engine.step()
     torch.cuda.synchronize()
     bucket = graphs._buckets[graphs.size_for(batch)]
+    print("mean context", bucket.ints[1, :batch].float().mean().item())
     captured: list[tuple[str, torch.cuda.CUDAGraph, list[float]]] = []
     with torch.inference_mode():
         for name in list(SETTINGS) * CAPTURES:
@@ -151,7 +152,7 @@ def main() -> None:
     for setting in [s for s in SETTINGS if {*asked} & {*SETTINGS} and s not in asked]:
         del SETTINGS[setting]
     batches = [int(word) for word in asked if word.isdigit()] or (1, 8, 32, 64, 128, 256)
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "| ms a step at context", CONTEXT + 16)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "| ms a step")
     for kv in [word for word in asked if word in ("bf16", "int8")] or ["bf16", "int8"]:
         with LLM("qwen3_0_6b", load_format="dummy", kv=kv, enable_prefix_caching=False) as llm:
             for batch in batches:

@@ -205,6 +205,7 @@ def test_the_chat_template_gets_its_variables(server: Server) -> None:
         response = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}],
                                chat_template_kwargs={"enable_thinking": wrong})  # fmt: skip
         assert response.status_code == 400 and "true or false" in response.json()["error"]["message"]
+        assert response.json()["error"]["param"] == "chat_template_kwargs.enable_thinking"
     response = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], prompt="x")
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
 

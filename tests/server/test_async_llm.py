@@ -202,12 +202,14 @@ def test_scores_while_others_generate(run: Any, llm: AsyncLLM) -> None:
     run(idle(llm))
 
 
-def test_what_keeps_an_engine_from_starting(run: Any) -> None:
+def test_what_keeps_an_engine_from_starting(run: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The other process's errors come over by name."""
     llm = AsyncLLM("tiny", device="cpu", max_model_len=100_000)
     with pytest.raises(ConfigError, match="max_model_len"):
         run(llm.start())
-    assert llm.state == "dead"
+    assert llm.state == "dead" and llm._engine is not None
+    run(llm._engine._gone.wait())
+    assert "has ended" not in caplog.text, "it is refused, it has not crashed"
     run(llm.close())
     with pytest.raises(ConfigError, match="num_seq"):
         AsyncLLM("tiny", num_seqs=1)
