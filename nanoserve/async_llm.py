@@ -277,7 +277,8 @@ class AsyncLLM:
 
     def _ready(self) -> EngineProcess:
         if self._engine is None or self.state != "ready":
-            raise EngineDeadError(self._reason or f"the engine is not ready: {self.state}")
+            remedy = "; enter `async with` or await start() first" if self.state == "new" else ""
+            raise EngineDeadError(self._reason or f"the engine is not ready: {self.state}{remedy}")
         return self._engine
 
     def _with_tokenizer(self, what: str = "prompt") -> Tokenizer:

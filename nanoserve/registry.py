@@ -141,6 +141,13 @@ class Registry:
                 eager.append((source, entry_point))
         for source, entry_point in eager:
             self._load(source, entry_point)
+        skippable = {s.entry_point for s in self._modules} | {
+            f"{s.entry_point}@{s.distribution}" for s in self._modules
+        }
+        for name in sorted(disable - skippable):
+            self._warn(
+                f"no plugin is skipped as {name!r}, for none has that entry point{did_you_mean(name, skippable)}"
+            )
         for plugin in extra:
             self._load_inline(plugin)
         if strict:
@@ -218,7 +225,8 @@ class Registry:
         if any(source.entry_point == entry_point for source in self._disabled):
             return PluginError(f"{group}={name} is disabled by NANOSERVE_DISABLE_PLUGINS")
         lost = [str(b.source) for b in self.broken if _promise(b.source.entry_point) is None]
-        hint = did_you_mean(name, known)
+        elsewhere = [KINDS[other].group for other in KINDS if name in self.names(other)]
+        hint = f"; there is {elsewhere[0]}={name}" if elsewhere else did_you_mean(name, known)
         if lost:
             hint += f"; these plugins failed to load: {', '.join(lost)}"
         elif not hint:

@@ -294,10 +294,13 @@ def _read_trace(options: WorkloadOptions, max_model_len: int | None, key: str) -
                     break
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {options.trace}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}: {options.trace} is not text in UTF-8") from None
     except (KeyError, TypeError, ValueError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
             f"{key}: {options.trace}, request {len(rows) + 1}: neither an Azure CSV (TIMESTAMP, ContextTokens, "
-            f"GeneratedTokens) nor Mooncake JSON lines (timestamp, input_length, output_length): {error!r}"
+            f"GeneratedTokens) nor Mooncake JSON lines (timestamp, input_length, output_length): {what}"
         ) from None
     if not rows:
         raise ConfigError(f"{key}: {options.trace} holds no request")

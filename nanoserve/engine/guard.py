@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType, TracebackType
 
 import torch
@@ -58,18 +58,24 @@ def broken_rule(schedule: object) -> str | None:
 
 def check_methods(component: object, arguments: Mapping[str, int]) -> None:
     """Raise PluginError unless each method of ``component`` can be called with so many arguments."""
+    who = getattr(component, "plugin", "") or type(component).__name__
     for name, count in arguments.items():
-        signature = inspect.signature(getattr(component, name))
-        try:
-            signature.bind(*[None] * count)
-        except TypeError as error:
-            who = getattr(component, "plugin", "") or type(component).__name__
-            raise PluginError(f"{who}: {name}{signature} must take {count} arguments: {error}") from None
+        _check_call(who, name, getattr(component, name), count)
+
+
+def _check_call(who: str, name: str, function: Callable[..., object], count: int) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        raise PluginError(f"{who}: {name}{signature} must take {count} arguments: {error}") from None
 
 
 def check_cache(kv: KVCacheFormat) -> None:
     """Ask a fresh cache for two tokens. Raises PluginError for an answer of another shape or dtype than promised."""
     check_methods(kv, {"store": 4, "gather": 2})
+    if (fused := kv.norm_rope_store()) is not None:
+        _check_call(kv.plugin, "norm_rope_store()", fused, 9)
     shape = kv.shape
     if len(kv.layers) != shape.num_layers:
         raise PluginError(f"{kv.plugin}: allocate made {len(kv.layers)} layers, the model has {shape.num_layers}")

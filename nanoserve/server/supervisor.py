@@ -128,5 +128,6 @@ class EngineProcess:
         self._gone.set()
         code = self._process.exitcode
         if not self.started.done():
-            self.started.set_exception(EngineDeadError(f"the engine process has ended with exit code {code}"))
+            where = "before it was ready; its standard error may say why"
+            self.started.set_exception(EngineDeadError(f"the engine process has ended with exit code {code}, {where}"))
         self._on_exit(self, code)

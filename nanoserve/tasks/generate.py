@@ -48,10 +48,12 @@ def run(job: Job) -> dict[str, Any]:
         return run_file(job)
     if job.sampling.logprobs is not None:
         raise ConfigError("sampling.logprobs: only prompts=FILE.jsonl shows log-probabilities")
-    try:
-        prompt = sys.stdin.read() if job.options.prompt == STDIO else str(job.options.prompt)
-    except UnicodeDecodeError as error:
-        raise RequestError(f"standard input is not {error.encoding.upper()}: {error.reason}") from error
+    prompt = str(job.options.prompt)
+    if prompt == STDIO:
+        with _open(STDIO, "r", sys.stdin) as source:
+            prompt = source.read()
+        if wrong := not_utf8(prompt):
+            raise RequestError(f"standard input is {wrong}")
     with job.llm() as llm:
         if llm.tokenizer is None:
             raise RequestError("this model has no tokenizer: write prompts=FILE.jsonl, with lines such as [1, 2, 3]")
@@ -179,10 +181,8 @@ def parse_lines(source: Iterable[str], defaults: SamplingParams) -> list[Line]:
             continue
         line = Line(number)
         lines.append(line)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # a byte that _open let through as a surrogate
-            line.error = f"not UTF-8: byte 0x{ord(text[error.start]) & 0xFF:02x} after {text[: error.start][-20:]!r}"
+        line.error = not_utf8(text)
+        if line.error is not None:
             continue
         try:
             value = json.loads(text)
@@ -199,6 +199,15 @@ def parse_lines(source: Iterable[str], defaults: SamplingParams) -> list[Line]:
         except ConfigError as error:
             line.error = str(error)
     return lines
+
+
+def not_utf8(text: str) -> str | None:
+    """What is wrong with text of which ``_open`` let a byte through as a surrogate; None if nothing is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"not UTF-8: byte 0x{ord(text[error.start]) & 0xFF:02x} after {text[: error.start][-20:]!r}"
+    return None
 
 
 @contextlib.contextmanager

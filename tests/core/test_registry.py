@@ -260,6 +260,16 @@ def test_blocked_names_are_skipped(distributions: Distributions, monkeypatch: py
         registry.get("scheduler", "prefill_first")
 
 
+def test_a_blocked_name_that_nobody_has_is_told() -> None:
+    with pytest.warns(
+        PluginWarning, match="no plugin is skipped as 'scheduler.prefil_first'.*'scheduler.prefill_first'"
+    ):
+        registry = Registry.discover(disable=["scheduler.prefil_first"])
+    assert "prefill_first" in registry.names("scheduler")
+    with warnings.catch_warnings(action="error"):
+        Registry.discover(disable=["scheduler.prefill_first@nanoserve"])
+
+
 def test_of_two_plugins_in_one_module_one_can_be_blocked(distributions: Distributions) -> None:
     source = SCHEDULER.format(name="one") + "\n    register(SchedulerSpec('two', 'a test', Options, Mine))\n"
     distributions.install("pair-dist", {"scheduler.one": "pair_mod", "scheduler.two": "pair_mod"}, pair_mod=source)
@@ -274,6 +284,8 @@ def test_of_two_plugins_in_one_module_one_can_be_blocked(distributions: Distribu
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(PluginError, match="unknown scheduler 'decode_frst'.*did you mean 'decode_first'"):
         Registry.discover().get("scheduler", "decode_frst")
+    with pytest.raises(PluginError, match="unknown scheduler 'int8'.*there is kv=int8"):
+        Registry.discover().get("scheduler", "int8")
     with pytest.raises(PluginError, match="unknown kind 'kv'"):
         Registry.discover().get("kv", "int8")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,8 @@ def test_scores_while_others_generate(run: Any, llm: AsyncLLM) -> None:
 def test_what_keeps_an_engine_from_starting(run: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The other process's errors come over by name."""
     llm = AsyncLLM("tiny", device="cpu", max_model_len=100_000)
+    with pytest.raises(EngineDeadError, match=r"not ready: new; enter `async with` or await start\(\) first"):
+        llm.generate(PROMPT)
     with pytest.raises(ConfigError, match="max_model_len"):
         run(llm.start())
     assert llm.state == "dead" and llm._engine is not None
@@ -215,6 +219,27 @@ def test_what_keeps_an_engine_from_starting(run: Any, caplog: pytest.LogCaptureF
         AsyncLLM("tiny", num_seqs=1)
     with pytest.raises(ModelLoadError):
         run(AsyncLLM(model={"name": "x", "path": "/nowhere"}, device="cpu").start())
+
+
+UNGUARDED = """
+import asyncio
+from nanoserve import AsyncLLM
+
+async def main():
+    async with AsyncLLM("tiny", device="cpu"):
+        pass
+
+asyncio.run(main())
+"""
+
+
+def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
+    """The new process runs it once more; Python says so there, and here it says where to look."""
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    outcome = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert outcome.returncode == 1 and "if __name__ == '__main__':" in outcome.stderr
+    last = outcome.stderr.strip().splitlines()[-1]
+    assert last.endswith("has ended with exit code 1, before it was ready; its standard error may say why")
 
 
 def test_the_death_of_the_engine_is_an_error_of_every_stream(run: Any) -> None:

@@ -90,6 +90,10 @@ def test_model_paths_need_no_quoting(cli: Cli) -> None:
 def test_prompt_from_standard_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("import json\n"))
     assert cli("prompt=-").out == "\nnosj tropmi\n"
+    for errors in ("strict", "surrogateescape"):  # the second is Python's choice in the locale C
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors))
+        refused = cli("prompt=-")
+        assert refused.code == 1 and "standard input is not UTF-8: byte 0xe9 after 'caf'" in refused.err
 
 
 def test_rewriting_leaves_flags_and_other_values_alone() -> None:

@@ -225,6 +225,11 @@ def test_a_length_replaces_the_presets_as_a_whole(cli: Cli, preset: str, length:
         (["simulate.trace=text.txt"], "simulate.input_len must be null with a trace, .*simulate=trace"),
         (["simulate=trace", "simulate.trace=text.txt"], "neither an Azure CSV .* no ContextTokens"),
         (
+            ["simulate=trace", "simulate.trace=line.json"],
+            "request 1: neither .* Mooncake .*: it has no 'output_length'",
+        ),
+        (["simulate=trace", "simulate.trace=bytes.bin"], "bytes.bin is not text in UTF-8\n"),
+        (
             [
                 "simulate.turns=2",
                 "simulate.think_time=5",
@@ -245,6 +250,8 @@ def test_a_length_replaces_the_presets_as_a_whole(cli: Cli, preset: str, length:
 )
 def test_what_is_refused(cli: Cli, arguments: list[str], message: str) -> None:
     Path("text.txt").write_text("hello")
+    Path("line.json").write_text('{"timestamp": 0, "input_length": 9}')
+    Path("bytes.bin").write_bytes(b"\x7fELF\xff")
     outcome = cli("task=simulate", *arguments)
     assert outcome.code == 2 and len(outcome.err.strip().splitlines()) == 1
     assert re.search(message, outcome.err), outcome.err

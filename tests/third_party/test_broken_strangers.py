@@ -280,6 +280,12 @@ def test_a_factory_that_raises_is_named(
     [
         ("attention", "sdpa", {"decode": lambda self, q, meta, out: None}, r"decode\(q, meta, out\) must take 4"),
         ("kvcache", "bf16", {"store": lambda self, layer, k, v: None}, r"store\(layer, k, v\) must take 4"),
+        (
+            "kvcache",
+            "bf16",
+            {"norm_rope_store": lambda self: lambda layer, qkv: None},
+            r"norm_rope_store\(\)\(layer, qkv\) must take 9",
+        ),
         ("scheduler", "decode_first", {"schedule": lambda self, now: None}, r"schedule\(now\) must take 0"),
     ],
 )
