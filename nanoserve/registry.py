@@ -128,9 +128,11 @@ class Registry:
         self._warned: set[str] = set()
         disable = set(disable)
         eager = []
-        # What ships with nanoserve comes first, so that nothing can take its name.
-        for entry_point in sorted(entry_points, key=lambda e: _source(e).distribution != OWN_DISTRIBUTION):
-            source = _source(entry_point)
+        # What ships with nanoserve comes first, so that nothing can take its name; the others as on every machine.
+        for source, entry_point in sorted(
+            ((_source(entry_point), entry_point) for entry_point in entry_points),
+            key=lambda found: (found[0].distribution != OWN_DISTRIBUTION, found[0].distribution, found[0].entry_point),
+        ):
             self._modules.setdefault(source, entry_point.value)
             if disable & {source.entry_point, f"{source.entry_point}@{source.distribution}"}:
                 self._disabled.add(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,20 @@ class Tokenizer:
         """Token ids of a conversation in the checkpoint's chat template.
 
         messages: {"role": system | user | assistant | tool, "content": text or a list of {"type": "text"} parts, …}.
-        template_kwargs: variables of the template (``enable_thinking=False``); those it does not know have no effect.
-        Where several templates are stored, transformers' precedence decides. Raises RequestError.
+        template_kwargs: variables that the template reads (``enable_thinking=False``). Where several templates are
+        stored, transformers' precedence decides. Raises RequestError.
         """
-        thinking = template_kwargs.get("enable_thinking", True)
-        if not isinstance(thinking, bool):  # a template would take "false" for true
-            raise RequestError(f"enable_thinking must be true or false, not {thinking!r}")
         if not self._hf.chat_template:
             raise RequestError("this checkpoint has no chat template: send a plain prompt, or add chat_template.jinja")
+        if tools is not None and "tools" not in self._template_reads:
+            raise RequestError("tools: the chat template has no place for them")
+        for name, value in template_kwargs.items():
+            where, known = f"chat_template_kwargs.{name}", self.template_variables
+            if name not in known:
+                has = ", ".join(sorted(known)) or "none"
+                raise RequestError(f"{where}: the chat template has no such variable; it has {has}")
+            if name == "enable_thinking" and not isinstance(value, bool):  # "false" would be taken for true
+                raise RequestError(f"{where} must be true or false, not {value!r}")
         checked = _checked_messages(messages)
         try:
             text: Any = self._hf.apply_chat_template(
@@ -92,19 +99,21 @@ class Tokenizer:
             raise RequestError(f"the chat template rejects this conversation: {error}") from error
         return self._encode(text, add_special_tokens=False)
 
+    @cached_property
     def template_variables(self) -> frozenset[str]:
-        """Names that ``template_kwargs`` of ``render_chat`` can set with an effect: what the template reads besides
-        the messages. Empty without a template."""
+        """What ``template_kwargs`` of ``render_chat`` may set: the variables that the template reads besides ours."""
         import inspect
 
+        ours = {*inspect.signature(self._hf.apply_chat_template).parameters, "messages", "tools", "documents"}
+        return self._template_reads - ours - set(self._hf.special_tokens_map) - {"raise_exception", "strftime_now"}
+
+    @cached_property
+    def _template_reads(self) -> frozenset[str]:
         from jinja2 import Environment, meta
 
-        if not self._hf.chat_template:
-            return frozenset()
         template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._hf.get_chat_template())  # a tag of transformers'
-        read = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
-        ours = {*inspect.signature(self._hf.apply_chat_template).parameters, "messages", "tools", "documents"}
-        return frozenset(read) - ours - set(self._hf.special_tokens_map) - {"raise_exception", "strftime_now"}
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        return frozenset(meta.find_undeclared_variables(parsed))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):

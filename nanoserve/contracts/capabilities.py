@@ -24,6 +24,7 @@ class Requirements:
     dtype: compute dtype by torch name ("float32", "float16", "bfloat16").
     device: "cpu" or "cuda"; compute_capability: (major, minor) of the GPU, None on the CPU.
     cuda_graph: True when decode must be capturable in a CUDA graph.
+    kv_dtype: dtype in which an option of the KV format has K and V stored; None: its own, or the compute dtype.
     """
 
     num_q_heads: int
@@ -35,6 +36,7 @@ class Requirements:
     block_size: int
     kv_format: str
     cuda_graph: bool = False
+    kv_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Capabilities:
         instructions of one architecture sets both.
     interpretable: a Triton kernel that also runs on CPU tensors when ``TRITON_INTERPRET=1``.
     cuda_graph: decode may be captured: its launch does not depend on host-side lengths. A KV format: its store may.
+    converts_kv: reads K and V also where an option has them stored in another dtype than the compute dtype.
     needs_finite_cache: reads KV rows that were never written (and masks their scores); the engine then
         zero-initialises the cache, and stale rows must hold finite numbers.
     requires: importable packages without which the component cannot run.
@@ -66,6 +69,7 @@ class Capabilities:
     max_compute_capability: tuple[int, int] | None = None
     block_size_multiple_of: int = 1
     cuda_graph: bool = False
+    converts_kv: bool = True
     needs_finite_cache: bool = False
     full_attention: bool = True
     requires: tuple[str, ...] = field(default=())
@@ -81,6 +85,8 @@ class Capabilities:
             no.append(f"does not implement {phase} (it implements {_words(sorted(self.phases))})")
         if self.kv_formats is not None and need.kv_format not in self.kv_formats:
             no.append(f"cannot read KV format {need.kv_format!r} (it reads {_words(sorted(self.kv_formats))})")
+        if not self.converts_kv and need.kv_dtype not in (None, need.dtype):
+            no.append(f"reads K and V only in the compute dtype, {need.dtype}, and they are stored in {need.kv_dtype}")
         if self.dtypes is not None and need.dtype not in self.dtypes:
             no.append(f"does not support dtype {need.dtype} (it supports {_words(sorted(self.dtypes))})")
         if self.head_dims is not None and need.head_dim not in self.head_dims:

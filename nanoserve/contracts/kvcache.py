@@ -152,7 +152,8 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class KVCacheSpec:
     """Registers a KV-cache format.
 
-    config: dataclass of its options (every field has a default). factory: ``(options, shape) -> KVCacheFormat``.
+    config: dataclass of its options (every field has a default); one called ``dtype`` is that of the stored K and V by
+    its torch name, or "auto". factory: ``(options, shape) -> KVCacheFormat``.
     """
 
     name: str

@@ -76,21 +76,24 @@ class BlockManager(Blocks):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._num_releasing = 0
-        self._num_holding = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.cache_evictions = 0
-        self._refs = [0] * num_blocks
-        self._unused = list(range(num_blocks - 1, -1, -1))
+        self._spoiled: set[int] = set()
+        self._start_books()
+
+    def _start_books(self) -> None:
+        self._num_releasing = 0
+        self._num_holding = 0
+        self._refs = [0] * self.num_blocks
+        self._unused = list(range(self.num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, _Prefix] = OrderedDict()  # free and hashed, least recently used first
         self._prefixes: dict[int, _Prefix] = {}
-        self._prefix_of: list[_Prefix | None] = [None] * num_blocks
+        self._prefix_of: list[_Prefix | None] = [None] * self.num_blocks
         self._row_owners: list[Sequence | None] = []
         self._free_rows: list[int] = []
         self._new_rows: dict[int, Sequence] = {}
         self._updates: dict[tuple[int, int], int] = {}
-        self._spoiled: set[int] = set()
         self._to_clear: list[int] = []
 
     @property
@@ -185,6 +188,11 @@ class BlockManager(Blocks):
     def spoil(self, seq: Sequence) -> None:
         """What ``seq`` has stored may not be finite: each of its blocks is to be cleared before it has a new owner."""
         self._spoiled.update(seq.block_table)
+
+    def reset(self) -> None:
+        """Begin anew: no block has an owner or is cached. For books that may be torn; no sequence may be used again."""
+        self._spoiled = set(range(self.num_blocks))  # whatever the steps that nobody has read have stored
+        self._start_books()
 
     def take_spoiled(self) -> list[int]:
         """Blocks given to new owners since the last call that are to be cleared before the next step."""

@@ -48,13 +48,15 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     device = resolve_device(options.device)
     folder = checkpoint_folder(config)
     if folder is not None:
-        model_config = ModelConfig.from_folder(folder)
+        model_config = ModelConfig.from_folder(folder, config.model.config)
     else:  # random weights of a known shape need no folder, and no network
         model_config = ModelConfig.from_dict(config.model.config or {}, source="model.config")
     dtype = engine_dtype(options.dtype, model_config, folder, device)
     max_model_len = resolve_max_model_len(options, model_config)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
+    kv_spec: KVCacheSpec = registry.get("kvcache", config.kv.name)
+    kv_options = registry.make_options("kvcache", kv_spec, config.kv.options)
     need = Requirements(
         num_q_heads=model_config.num_attention_heads,
         num_kv_heads=model_config.num_key_value_heads,
@@ -64,13 +66,12 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
         compute_capability=capability,
         block_size=options.block_size,
         kv_format=config.kv.name,
+        kv_dtype=stored_dtype(kv_options),
     )
-    kv_spec: KVCacheSpec = registry.get("kvcache", config.kv.name)
     if reasons := kv_spec.capabilities.refusals(need):
         raise PluginError(f"kv={kv_spec.name} cannot be used here: {'; '.join(reasons)}")
     graphs = device.type == "cuda" and not options.enforce_eager and kv_spec.capabilities.cuda_graph
     graph_tokens = min(options.graph_max_tokens, options.max_num_batched_tokens) if graphs else 0
-    kv_options = registry.make_options("kvcache", kv_spec, config.kv.options)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     policy_choice = config.policy_on(device_name, registry.config_paths_for)
     policy_spec = registry.get("policy", policy_choice.name)
@@ -221,8 +222,20 @@ def resolve_device(name: str) -> torch.device:
             raise ConfigError(f"engine.device={name!r}: torch sees no CUDA device here; use engine.device=cpu")
         if (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"engine.device={name!r}: there are {torch.cuda.device_count()} CUDA devices")
-        device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        current = torch.cuda.current_device()  # where Triton launches
+        if device.index not in (None, current):
+            raise ConfigError(
+                f"engine.device={name!r}: the process's current device is cuda:{current}; use engine.device=cuda with "
+                f"CUDA_VISIBLE_DEVICES={device.index} in the environment, or call torch.cuda.set_device first"
+            )
+        device = torch.device("cuda", current)
     return device
+
+
+def stored_dtype(kv_options: object) -> str | None:
+    """``Requirements.kv_dtype`` for these options of a KV format."""
+    name = getattr(kv_options, "dtype", "auto")
+    return None if name == "auto" else str(name)
 
 
 def engine_dtype(name: str, config: ModelConfig, folder: Path | None, device: torch.device) -> torch.dtype:

@@ -136,11 +136,14 @@ class DecodeGraphs:
             return bucket.params[:, :n]
 
         plan = self.sampler.prepare(described[0], described[1] - described[3], decode, upload)
-        (bucket.sample if plan.is_plain else bucket.forward)()
-        self.mailbox.send()
         if plan.is_plain:
-            return SamplerOutput(self._tokens[self._first_place : self._first_place + n], None)
-        return self.sampler(bucket.logits[:n], plan, bucket.ints[0, :n], self.rows.last_tokens)  # type: ignore[index]
+            bucket.sample()
+            output = SamplerOutput(self._tokens[self._first_place : self._first_place + n], None)
+        else:
+            bucket.forward()
+            output = self.sampler(bucket.logits[:n], plan, bucket.ints[0, :n], self.rows.last_tokens)  # type: ignore[index]
+        self.mailbox.send()
+        return output
 
     # ---------------------------------------------------------------- inside
 
@@ -212,8 +215,8 @@ class DecodeGraphs:
 
     def _warm_up(self, bucket: _Bucket) -> None:
         """Run a step of nothing but padding: kernels compile, libraries allocate."""
-        for _ in range(2):  # nobody has sent a letter: once would turn to the wrong half
-            self.mailbox.take(NUM_WORDS * bucket.size)
+        self.mailbox.letter()  # is never sent, so the next one asks the device which half has its turn
+        self.mailbox.take(NUM_WORDS * bucket.size)
         bucket.params.zero_()
         bucket.ints[0].fill_(self.rows.scratch)
         bucket.ints[1:3].zero_()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from typing import Any, TypeVar
 
 from nanoserve.contracts.errors import CapacityError, NanoserveError, PluginError, RequestError
 from nanoserve.contracts.grammar import Matcher
@@ -29,6 +31,25 @@ log = logging.getLogger("nanoserve")
 NO_TOKEN = (
     "no token can be chosen: the logits are not finite, or logit_bias, min_tokens or the grammar excludes every token"
 )
+INTERRUPTED = "an interrupt ended the step that it was in"
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _whole(method: _Method) -> _Method:
+    """A method that Ctrl-C, or another exception that is no fault of a plugin, must not leave half done."""
+
+    @functools.wraps(method)
+    def guarded(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except FAULTS:
+            raise
+        except BaseException:
+            self._start_anew()
+            raise
+
+    return guarded  # type: ignore[return-value]
 
 
 class Engine:
@@ -112,6 +133,7 @@ class Engine:
                 f"({self.blocks.num_blocks} blocks of {self.blocks.block_size}); raise engine.num_kv_blocks"
             )
 
+    @_whole
     def add_request(
         self,
         request_id: str,
@@ -190,6 +212,7 @@ class Engine:
             raise RequestError("structured output needs a tokenizer, and this model has none")
         return self.grammars.compile(params.structured)  # type: ignore[arg-type]
 
+    @_whole
     def abort(self, request_id: str) -> bool:
         """End a request at any moment; the next ``step`` reports it. False if it is unknown or has ended."""
         request = self.requests.get(request_id)
@@ -233,6 +256,7 @@ class Engine:
             name = self.scheduler.plugin or type(self.scheduler).__name__
             raise RequestError(f"priority: {name} does not use it; leave it out, or choose a scheduler that does")
 
+    @_whole
     def drain(self) -> None:
         """Commit the step in flight, if there is one, without starting another."""
         self._commit_in_flight()
@@ -244,6 +268,7 @@ class Engine:
         self.advance()
         return self.report()
 
+    @_whole
     def advance(self) -> None:
         """One step, whose news wait for ``report``."""
         with self.watchdog:
@@ -280,7 +305,7 @@ class Engine:
             schedule = self.scheduler.schedule()
         except FAULTS as error:
             return self._scheduler_failed(error)
-        fault = broken_rule(schedule)
+        fault = broken_rule(schedule, self.scheduler.limits)
         return schedule if fault is None else self._scheduler_failed(fault)
 
     def _launch(self, schedule: Schedule) -> InFlight | None:
@@ -296,6 +321,8 @@ class Engine:
             return self.runner.launch(schedule)
         except FAULTS as error:
             log.exception("a step failed; its requests end with an error")
+            with contextlib.suppress(*FAULTS):  # what it had launched may still read buffers that are used in turn
+                self.runner.synchronize()
             self._fail([*schedule.decode, *(seq for seq, _ in schedule.prefill)], error)  # type: ignore[list-item]
             return None
 
@@ -511,6 +538,30 @@ class Engine:
         self.scheduler.waiting.clear()
         self.scheduler.running.clear()
         return Schedule()
+
+    def _start_anew(self) -> None:
+        """Nobody knows how far things came: every request ends with an error, and all books are begun again."""
+        with contextlib.suppress(*FAULTS):
+            self.runner.synchronize()
+        self._in_flight = None
+        self._num_history = self.num_unfinished = 0
+        for request in list(self.requests.values()):
+            for seq in request.sequences:
+                with contextlib.suppress(*FAULTS):  # one that keeps books of its own is told
+                    self.scheduler.abort(seq)
+                seq.status = Status.FINISHED
+                output: Output = seq.state  # type: ignore[assignment]
+                output.goes_on = False
+                if output.completion.finish_reason is None:
+                    output.completion.finish_reason, output.completion.error = "error", INTERRUPTED
+                    output.completion.token_ids = seq.token_ids[seq.num_prompt_tokens :]
+                    output.completion.text = "" if output.text is None else output.text.text
+            request.held, request.unfinished = [], 0
+            self._news.add(request)
+            self._end(request, "error")
+        self.scheduler.waiting.clear()
+        self.scheduler.running.clear()
+        self.blocks.reset()
 
     @staticmethod
     def _add_logprobs(seq: Sequence, token: int, logprob: float, top: list[tuple[int, float]]) -> None:

@@ -18,7 +18,7 @@ from nanoserve.contracts.attention import AttentionBackend
 from nanoserve.contracts.errors import PluginError
 from nanoserve.contracts.kvcache import KVCacheFormat
 from nanoserve.contracts.policy import SelectionPolicy
-from nanoserve.contracts.scheduling import Schedule, Scheduler
+from nanoserve.contracts.scheduling import Schedule, Scheduler, SchedulerLimits
 
 log = logging.getLogger("nanoserve")
 
@@ -44,13 +44,18 @@ def failure(error: BaseException) -> str:
     return f"{where}: {what}" if where and where not in what else what
 
 
-def broken_rule(schedule: object) -> str | None:
+def broken_rule(schedule: object, limits: SchedulerLimits) -> str | None:
     """What is wrong with a scheduler's answer, as the rest of a sentence; None if it is a schedule that can run."""
     if not isinstance(schedule, Schedule):
         return f"returned {type(schedule).__name__}, not a Schedule"
     chosen = [*schedule.decode, *(seq for seq, _ in schedule.prefill)]
     if len(chosen) > 1 and len(set(map(id, chosen))) != len(chosen):
         return "chose a sequence twice in one step"
+    if len(chosen) > limits.max_num_seqs:
+        return f"chose {len(chosen)} sequences for one step, and max_num_seqs is {limits.max_num_seqs}"
+    num_tokens = len(schedule.decode) + sum([count for _, count in schedule.prefill])
+    if num_tokens > limits.max_num_batched_tokens:
+        return f"chose {num_tokens} tokens for one step, and max_num_batched_tokens is {limits.max_num_batched_tokens}"
     if not all(seq.block_table for seq in chosen):  # type: ignore[attr-defined]
         return "chose a sequence that it had not granted tokens (Blocks.grant)"
     return None

@@ -66,7 +66,7 @@ class News:
 
     def __init__(self) -> None:
         self._steps: list[tuple[float, list[Request], list[int], list[str]]] = []  # as Deltas
-        self._changed: dict[str, Request] = {}  # in order
+        self._changed: dict[Request, None] = {}  # in order; an id may be in use again before its end was told
 
     def __bool__(self) -> bool:
         return bool(self._steps or self._changed)
@@ -76,7 +76,7 @@ class News:
         self._steps.append((time.perf_counter(), requests, token_ids, texts))
 
     def add(self, request: Request) -> None:
-        self._changed[request.id] = request
+        self._changed[request] = None
 
     def take(self) -> list[RequestOutput]:
         """All of it: deltas of streams, results of requests that have ended."""
@@ -99,7 +99,7 @@ class News:
     def _take_changed(self) -> list[RequestOutput]:
         changed, self._changed = self._changed, {}
         reports = []
-        for request in changed.values():
+        for request in changed:
             if request.stream:
                 outputs = [delta for seq in request.sequences if (delta := _delta(seq)) is not None]
             elif not request.unfinished:

@@ -53,6 +53,10 @@ class Runner(Protocol):
 
     def launch(self, schedule: Schedule) -> InFlight: ...
 
+    def synchronize(self) -> None:
+        """Return when nothing of any step runs any more, also of one that failed while it was launched."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -183,6 +187,10 @@ class ModelRunner:
     def _launched(self, sampled: list[Sequence], chunks: list[Sequence], output: SamplerOutput | None) -> _Launched:
         self._events.reverse()
         return _Launched(sampled, chunks, output, self._events[0])
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def prompt_logits(self, schedule: Schedule) -> torch.Tensor:

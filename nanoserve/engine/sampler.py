@@ -2,7 +2,9 @@
 
 Everything a row of logits needs depends on its own request alone, never on its neighbours in the batch: in particular
 chance is a hash of (request seed, index of the output token), so a seeded request repeats itself in any company, on any
-device. The order of operations is vLLM's: bias, min_tokens, penalties, grammar, temperature, min_p, top_k, top_p.
+device, as far as its logits do. Batches of another size, or other chunks, may round them otherwise; a draw that lies
+within that of the border between two tokens then takes the other one (1 of 32,000 tokens, fp32, temperature 0.9).
+The order of operations is vLLM's: bias, min_tokens, penalties, grammar, temperature, min_p, top_k, top_p.
 All in fp32.
 
 ``prepare`` is host work on numpy arrays that hold the parameters of every table row; ``__call__`` is device work that

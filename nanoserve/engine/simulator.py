@@ -95,7 +95,7 @@ class Simulator:
         """Schedule a step and hand it to the device. The schedule may be empty; then nothing was launched."""
         self.scheduler.now = self.clock()
         schedule = self.scheduler.schedule()
-        if (fault := broken_rule(schedule)) is not None:
+        if (fault := broken_rule(schedule, self.scheduler.limits)) is not None:
             raise PluginError(f"{self.scheduler.plugin or type(self.scheduler).__name__} {fault}")
         if schedule:
             self.in_flight.append(list(zip(scheduled(schedule), self.device(schedule), strict=True)))

@@ -274,6 +274,9 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
 
 async def _parse(http: Request, kind: type[Any], serving: Serving) -> Any:
     """The body as ``kind``; notes in the log who asks, and, if wished, what."""
+    if http.query_params:
+        name = next(iter(http.query_params))
+        raise ApiError(400, f"unknown query parameter {name!r}: everything goes into the body", name)
     content_type, *parameters = http.headers.get("content-type", "").lower().split(";")
     if content_type.strip() != "application/json":  # a form could be sent by any web page, without permission
         raise ApiError(415, f"Content-Type must be application/json, not {content_type.strip()!r}")
@@ -344,14 +347,6 @@ def _text_of(prompt: str | list[int], serving: Serving, params: SamplingParams) 
 
 
 async def _render(serving: Serving, messages: list[ChatMessage], kwargs: Mapping[str, Any] | None) -> list[int]:
-    tokenizer = serving.llm.tokenizer
-    if kwargs and tokenizer is not None:
-        known = tokenizer.template_variables()
-        for name in kwargs:
-            if name not in known:
-                param = f"chat_template_kwargs.{name}"
-                message = f"{param}: the chat template has no such variable"
-                raise ApiError(400, f"{message}; it has {', '.join(sorted(known)) or 'none'}", param)
     return await serving.llm.render_chat([message.as_dict() for message in messages], **(kwargs or {}))
 
 

@@ -544,7 +544,6 @@ def bad_request(error: RequestError) -> ApiError:
     if structured := re.match(r"structured\.(\w+)", message):
         field = STRUCTURED_FIELDS[structured[1]]
         return ApiError(400, field + message[structured.end() :], field)
-    message = re.sub(r"^enable_thinking", "chat_template_kwargs.enable_thinking", message)
     message = re.sub(r"^logit_bias\[(\d+)\]", r'logit_bias["\1"]', message)
     first = re.match(r"(?:the )?((\w+)(?:\[[^\]]*\]|\.\w+)*)", message)
     known = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}

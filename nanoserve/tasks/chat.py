@@ -35,9 +35,13 @@ def run(job: Job) -> dict[str, Any]:
     opening = [] if job.options.system is None else [{"role": "system", "content": str(job.options.system)}]
     messages = list(opening)
     turns = 0
+    template = {} if job.options.enable_thinking else {"enable_thinking": False}
+    no_tokenizer = RequestError("this model has no tokenizer, so it cannot chat")
+    if not job.config.has_checkpoint:
+        raise no_tokenizer
     with job.llm() as llm:
         if llm.tokenizer is None:
-            raise RequestError("this model has no tokenizer, so it cannot chat")
+            raise no_tokenizer
         print(f"[{composition(llm)} · /reset, /exit, Ctrl-C stops a reply]", file=sys.stderr)
         for text in read_user():
             if text == "/exit":
@@ -47,7 +51,7 @@ def run(job: Job) -> dict[str, Any]:
                 continue
             messages.append({"role": "user", "content": text})
             try:
-                answer = reply(llm, messages, job.sampling, enable_thinking=job.options.enable_thinking)
+                answer = reply(llm, messages, job.sampling, **template)
             except RequestError as error:  # usually: the conversation has outgrown the context
                 messages.pop()
                 print(f"nanoserve: {error}; /reset starts a new conversation", file=sys.stderr)

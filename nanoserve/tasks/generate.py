@@ -54,9 +54,12 @@ def run(job: Job) -> dict[str, Any]:
             prompt = source.read()
         if wrong := not_utf8(prompt):
             raise RequestError(f"standard input is {wrong}")
+    no_tokenizer = RequestError("this model has no tokenizer: write prompts=FILE.jsonl, with lines such as [1, 2, 3]")
+    if not job.config.has_checkpoint:
+        raise no_tokenizer
     with job.llm() as llm:
         if llm.tokenizer is None:
-            raise RequestError("this model has no tokenizer: write prompts=FILE.jsonl, with lines such as [1, 2, 3]")
+            raise no_tokenizer
         return run_prompt(llm, prompt, job.sampling)
 
 

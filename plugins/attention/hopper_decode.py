@@ -501,6 +501,7 @@ def nanoserve_attention(register) -> None:
                 min_compute_capability=(9, 0),
                 max_compute_capability=(9, 0),
                 cuda_graph=True,
+                converts_kv=False,
                 block_size_multiple_of=16,
                 requires=("triton",),
             ),

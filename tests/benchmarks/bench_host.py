@@ -53,6 +53,8 @@ class FakeRunner:
         self.sampler.prepare(batch.sampled_rows_cpu, batch.sample_positions_cpu, batch.sampled)
         return FakeStep(batch.sampled, batch.chunks)
 
+    def synchronize(self) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -55,6 +55,8 @@ class FakeRunner:
         real.sampler.prepare(batch.sampled_rows_cpu, batch.sample_positions_cpu, batch.sampled)
         return Step(batch.sampled, batch.chunks)
 
+    def synchronize(self) -> None: ...
+
     def close(self) -> None:
         self.real.close()
 

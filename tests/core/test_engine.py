@@ -175,14 +175,18 @@ def test_c10_abort_at_any_moment(tiny_folder, rng, overlap):
         assert is_greedy(oracle, nine_blocks, llm.generate([nine_blocks], GREEDY)[0].token_ids)
 
 
-def test_c44_a_request_id_is_refused_while_it_lives_and_free_afterwards(tiny_folder):
-    with make(tiny_folder[0]) as llm:
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_c44_a_request_id_is_refused_while_it_lives_and_free_afterwards(tiny_folder, overlap, steps):
+    with make(tiny_folder[0], overlap=overlap) as llm:
         engine = llm.engine
         engine.add_request("a", [1, 2, 3], GREEDY)
         with pytest.raises(RequestError, match="'a' is in use"):
             engine.add_request("a", [4, 5], GREEDY)
+        for _ in range(steps):
+            assert not engine.step()
         engine.abort("a")
-        engine.add_request("a", [4, 5], GREEDY)
+        engine.add_request("a", [4, 5], replace(GREEDY, max_tokens=1))  # may end before the abort is told
         reports = []
         while engine.has_work:
             reports += engine.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -69,14 +70,40 @@ def test_a_failing_step_ends_its_own_requests_and_the_engine_lives(tiny_folder, 
                 raise RuntimeError("kernel exploded")
             return launch(schedule)
 
+        synchronized = []
         llm.engine.runner.launch = failing
+        llm.engine.runner.synchronize = lambda: synchronized.append(1)
         outputs = llm.generate([random_prompt(rng, 20) for _ in range(2)], GREEDY)
         assert [o.finish_reason for o in outputs] == ["error", "error"]
         assert "kernel exploded" in outputs[0].outputs[0].error
+        assert synchronized == [1], "what it had launched may read buffers that the step after the next writes"
         stats = llm.stats()
         assert stats.num_free_blocks == stats.num_blocks
         good = random_prompt(rng, 20)
         assert is_greedy(oracle, good, llm.generate([good], GREEDY)[0].token_ids)
+
+
+@pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens"])
+def test_a_scheduler_that_exceeds_a_limit_is_named(tiny_folder, rng, limit):
+    """Kernels have scratch for so many sequences and tokens, and do not look where it ends."""
+    with make(tiny_folder[0], num_kv_blocks=20) as llm:
+        scheduler = llm.engine.scheduler
+        schedule, limits = scheduler.schedule, scheduler.limits
+        wide, narrow = limits, replace(limits, **{limit: 2})
+
+        def unlimited():
+            scheduler.limits = wide
+            try:
+                return schedule()
+            finally:
+                scheduler.limits = narrow
+
+        scheduler.schedule = unlimited
+        outputs = llm.generate([random_prompt(rng, 20) for _ in range(3)], GREEDY)
+        number = {"max_num_seqs": "3 sequences", "max_num_batched_tokens": "60 tokens"}[limit]
+        for output in outputs:
+            assert f"'decode_first' chose {number} for one step, and {limit} is 2" in output.outputs[0].error
+        assert llm.stats().num_free_blocks == 20
 
 
 def test_a_scheduler_that_grants_nothing_is_named(tiny_folder):
@@ -171,6 +198,46 @@ def test_a_scheduler_that_raises_elsewhere_is_named_and_costs_no_block(
         setattr(scheduler, method, original)
         good = random_prompt(rng, 20)
         assert is_greedy(oracle, good, llm.generate([good], GREEDY)[0].token_ids)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ctrl_c_anywhere_costs_the_requests_of_that_moment_and_no_block(tiny_folder, rng, overlap):
+    """At the k-th call of a function inside the engine, for k all over what a batch takes."""
+    folder, oracle = tiny_folder
+    prompts = [random_prompt(rng, length) for length in (40, 20, 7)]
+    params = [replace(GREEDY, n=2, temperature=1, seed=3), GREEDY, replace(GREEDY, logprobs=2)]
+    with make(folder, num_kv_blocks=20, overlap=overlap, max_num_batched_tokens=32) as llm:
+        engine = llm.engine
+        calls, at = 0, -1
+
+        def interrupt(frame, event, argument):
+            nonlocal calls
+            if event == "call" and "/nanoserve/engine/" in frame.f_code.co_filename:
+                calls += 1
+                if calls == at:
+                    raise KeyboardInterrupt
+
+        def run():
+            nonlocal calls
+            calls = 0
+            sys.setprofile(interrupt)
+            try:
+                return llm.generate(prompts, params)
+            finally:
+                sys.setprofile(None)
+
+        alone = [[c.token_ids for c in output.outputs] for output in run()]
+        assert all(is_greedy(oracle, prompts[i], alone[i][0]) for i in (1, 2))
+        for at in range(1, calls, 1 + calls // 60):
+            other = llm.stream(random_prompt(rng, 5), GREEDY)
+            with pytest.raises(KeyboardInterrupt):
+                run()
+            seen = list(other)  # ends, with its tokens or with a word
+            assert seen[-1].finish_reason in ("length", "error"), at
+            assert not engine.requests and engine.num_unfinished == 0 and not engine.has_work
+            engine.blocks.audit()
+            assert llm.stats().num_free_blocks == 20, at
+            assert [[c.token_ids for c in output.outputs] for output in llm.generate(prompts, params)] == alone, at
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -260,6 +260,16 @@ def test_blocked_names_are_skipped(distributions: Distributions, monkeypatch: py
         registry.get("scheduler", "prefill_first")
 
 
+def test_of_two_strangers_with_one_name_the_distributions_name_decides(distributions: Distributions) -> None:
+    """Not the order in which a file system lists them."""
+    for name in ("b-dist", "a-dist", "c-dist"):
+        module = name.replace("-", "_")
+        distributions.install(name, {"scheduler.dup": module}, **{module: SCHEDULER.format(name="dup")})
+    with pytest.warns(PluginWarning, match="'dup' of plugin .*[bc]-dist.* is not used: plugin .*a-dist"):
+        (registration,) = Registry.discover().registrations("scheduler", ["dup"])
+    assert registration.source.distribution == "a-dist"
+
+
 def test_a_blocked_name_that_nobody_has_is_told() -> None:
     with pytest.warns(
         PluginWarning, match="no plugin is skipped as 'scheduler.prefil_first'.*'scheduler.prefill_first'"

@@ -75,7 +75,7 @@ def test_a_folder_without_a_tokenizer_names_the_path(tmp_path):
 def test_render_chat_is_that_of_transformers(tokenizer):
     reference = AutoTokenizer.from_pretrained(tokenizer._hf.name_or_path)
     messages = [{"role": "system", "content": "S"}, *HELLO, {"role": "assistant", "content": "世"}]
-    for options in ({}, {"add_generation_prompt": False}, {"enable_thinking": False}, {"unknown": 1}):
+    for options in ({}, {"add_generation_prompt": False}, {"enable_thinking": False}):
         ids = tokenizer.render_chat(messages, **options)
         expected = reference.apply_chat_template(
             messages, **{"add_generation_prompt": True, "return_dict": False} | options
@@ -91,6 +91,10 @@ def test_thinking_changes_the_prompt_only_when_false(tokenizer):
     for wrong in ("false", 0, None):
         with pytest.raises(RequestError, match="enable_thinking must be true or false"):
             tokenizer.render_chat(HELLO, enable_thinking=wrong)
+    with pytest.raises(RequestError, match="chat_template_kwargs.enable_thinkng: .* it has enable_thinking"):
+        tokenizer.render_chat(HELLO, enable_thinkng=False)
+    with pytest.raises(RequestError, match="tools: the chat template has no place"):
+        tokenizer.render_chat(HELLO, tools=[{"name": "x"}])
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ class FakeModel:
             step.wait()
         return step
 
+    def synchronize(self) -> None: ...
+
     def close(self) -> None: ...
 
 

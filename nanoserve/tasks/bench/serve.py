@@ -229,6 +229,9 @@ class _Watch:
         self.steps.append(step)
         return _WatchedStep(launched, self, step)
 
+    def synchronize(self) -> None:
+        self.runner.synchronize()
+
     def close(self) -> None:
         self.runner.close()
 

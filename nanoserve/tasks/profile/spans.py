@@ -110,6 +110,9 @@ class _SpannedRunner:
         with self._span("launch"):
             return _SpannedStep(self._runner.launch(schedule), self._span)
 
+    def synchronize(self) -> None:
+        self._runner.synchronize()
+
     def close(self) -> None:
         self._runner.close()
 
