@@ -79,13 +79,7 @@ class Tokenizer:
             raise RequestError("this checkpoint has no chat template: send a plain prompt, or add chat_template.jinja")
         if tools is not None and "tools" not in self._template_reads:
             raise RequestError("tools: the chat template has no place for them")
-        for name, value in template_kwargs.items():
-            where, known = f"chat_template_kwargs.{name}", self.template_variables
-            if name not in known:
-                has = ", ".join(sorted(known)) or "none"
-                raise RequestError(f"{where}: the chat template has no such variable; it has {has}")
-            if name == "enable_thinking" and not isinstance(value, bool):  # "false" would be taken for true
-                raise RequestError(f"{where} must be true or false, not {value!r}")
+        self.check_template_kwargs(template_kwargs)
         checked = _checked_messages(messages)
         try:
             text: Any = self._hf.apply_chat_template(
@@ -99,9 +93,18 @@ class Tokenizer:
             raise RequestError(f"the chat template rejects this conversation: {error}") from error
         return self._encode(text, add_special_tokens=False)
 
+    def check_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
+        """Raise RequestError for a variable that the chat template does not read, or that is ours to set."""
+        for name, value in template_kwargs.items():
+            where, known = f"chat_template_kwargs.{name}", self._template_variables
+            if name not in known:
+                has = ", ".join(sorted(known)) or "none"
+                raise RequestError(f"{where}: the chat template has no such variable; it has {has}")
+            if name == "enable_thinking" and not isinstance(value, bool):  # "false" would be taken for true
+                raise RequestError(f"{where} must be true or false, not {value!r}")
+
     @cached_property
-    def template_variables(self) -> frozenset[str]:
-        """What ``template_kwargs`` of ``render_chat`` may set: the variables that the template reads besides ours."""
+    def _template_variables(self) -> frozenset[str]:
         import inspect
 
         ours = {*inspect.signature(self._hf.apply_chat_template).parameters, "messages", "tools", "documents"}
@@ -111,6 +114,8 @@ class Tokenizer:
     def _template_reads(self) -> frozenset[str]:
         from jinja2 import Environment, meta
 
+        if not self._hf.chat_template:
+            return frozenset()
         template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._hf.get_chat_template())  # a tag of transformers'
         parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
         return frozenset(meta.find_undeclared_variables(parsed))

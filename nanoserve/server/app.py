@@ -347,6 +347,8 @@ def _text_of(prompt: str | list[int], serving: Serving, params: SamplingParams) 
 
 
 async def _render(serving: Serving, messages: list[ChatMessage], kwargs: Mapping[str, Any] | None) -> list[int]:
+    if kwargs and serving.llm.tokenizer is not None:
+        serving.llm.tokenizer.check_template_kwargs(kwargs)  # before one of them becomes another argument
     return await serving.llm.render_chat([message.as_dict() for message in messages], **(kwargs or {}))
 
 

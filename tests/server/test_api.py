@@ -196,7 +196,7 @@ def test_the_chat_template_gets_its_variables(server: Server) -> None:
     assert count(chat_template_kwargs={"enable_thinking": True}) == count()
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     assert server.chat(parts, max_tokens=1)["usage"]["prompt_tokens"] == count()
-    for name in ("thinking", "messages", "chat_template", "tokenize"):
+    for name in ("thinking", "messages", "tools", "chat_template", "tokenize"):
         response = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}],
                                chat_template_kwargs={name: "x"})  # fmt: skip
         assert response.status_code == 400
@@ -404,6 +404,8 @@ def test_other_refusals_have_the_same_shape(server: Server) -> None:
         assert response.status_code == code and response.json()["error"]["message"]
     form = server.http.post("/v1/completions", data={"prompt": "a"})
     assert form.status_code == 415
+    query = server.http.post("/v1/completions?n=2", json={"prompt": "a", "max_tokens": 1})
+    assert query.status_code == 400 and query.json()["error"]["param"] == "n"
 
 
 def test_fields_that_ask_for_nothing_are_no_fault(server: Server) -> None:
