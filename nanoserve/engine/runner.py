@@ -180,7 +180,7 @@ class ModelRunner:
             return self._launched([], batch.chunks, None)
         if batch.logits_index is not None:
             hidden = hidden.index_select(0, batch.logits_index)
-        logits = self.model.compute_logits(hidden, self.model.dtype if plan.is_plain else torch.float32)
+        logits = self.model.compute_logits(hidden, self.model.dtype)  # as graphs do, whatever the neighbours ask for
         output = self.sampler(logits[: len(batch.sampled)], plan, batch.sampled_rows, self.rows.last_tokens)
         return self._launched(batch.sampled, batch.chunks, output)
 
