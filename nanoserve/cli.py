@@ -254,7 +254,9 @@ def check_overrides(overrides: Sequence[Override], multirun: bool) -> None:
             hint = f", and a list is written {key}=[{override.get_value_string()}]" if a_list else ""
             raise ConfigError(f"{override.input_line}: several values need -m{hint}")
         if key in groups and not override.is_sweep_override() and not isinstance(value, str):
-            names = ", ".join(group_names(key))
+            kinds = [kind for kind, details in KINDS.items() if details.group == key]
+            installed = {name for kind in kinds for name in Registry.discover().names(kind)}
+            names = ", ".join(sorted({*group_names(key), *installed}))
             raise ConfigError(
                 f"{override.input_line}: expected a name ({names}); options are written {key}.OPTION=VALUE"
             )
@@ -482,6 +484,10 @@ def _unknown_choice(group: str, name: str, known: Sequence[str], registry: Regis
     for kind, details in KINDS.items():
         if details.group == group:
             return registry.unknown(kind, name, known)
+    if not group:  # a whole configuration
+        return ConfigError(
+            f"--config-name={name}: there is no {name}.yaml in the folders that are searched; leave it out"
+        )
     hints = {"model": "; write model.path=FOLDER for a checkpoint"}
     if group in ("hydra/launcher", "hydra/sweeper"):
         hints[group] = f"; is it installed? pip install hydra-{name}-{group.removeprefix('hydra/')}"

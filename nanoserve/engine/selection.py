@@ -46,9 +46,8 @@ def candidates_for(
             continue
         considered = None if policy is None else policy.considers(phase)
         for name in sorted(considered or ()):
-            if not registry.is_installed("attention", name):
-                hint = did_you_mean(name, registry.names("attention"))
-                log.warning("the policy names %s for %s, which is not installed%s", name, phase, hint)
+            if why := _never(registry, name, phase):
+                log.warning("the policy names %s for %s, which %s", name, phase, why)
         working, refused = _accepting(registry, phase, need, considered)
         if not working and considered is not None:
             working, refused = _accepting(registry, phase, need)
@@ -57,6 +56,18 @@ def candidates_for(
             raise PluginError(f"no attention backend can run {phase} here:\n{why}")
         found[phase] = tuple(working)
     return found
+
+
+def _never(registry: Registry, name: str, phase: Phase) -> str | None:
+    """Why a policy can name this backend for ``phase`` only by mistake; None if it serves somewhere."""
+    if not registry.is_installed("attention", name):
+        return f"is not installed{did_you_mean(name, registry.names('attention'))}"
+    for spec in registry.specs("attention", [name]):
+        if phase not in spec.capabilities.phases:
+            return f"has no {phase}"
+        if not spec.capabilities.full_attention:
+            return f"does not attend to the whole context, so it must be chosen: attention={name}"
+    return None
 
 
 def _accepting(

@@ -223,6 +223,10 @@ def make_series(job: Job, options: Options) -> list[Series]:
     if formats is None:
         usable = [s.name for s in job.registry.specs("kvcache") if not s.capabilities.refusals(first.need)]
         formats = [first.kv] if options.quick else usable
+    if first.kv not in formats and first.kv_options != first.spec.config():
+        raise ConfigError(
+            f"kv={first.kv} is given options, and is not among formats: {', '.join(formats)}; add it there"
+        )
     grid = (QUICK_GRID if options.quick else GRID) if first.device.type == "cuda" else CPU_TABLE
     given = {"prefill": options.prefill_shapes, "decode": options.decode_shapes}
     return [
@@ -385,7 +389,13 @@ def record(series: Sequence[Series], rules: Sequence[Rule]) -> dict[str, Any]:
         **environment(series[0].bench.device),
         "rules": [str(rule) for rule in rules],
         "results": [
-            {"phase": one.phase, "kv": one.bench.kv, "shape": shape, "us": {n: t.us for n, t in timings.items()}}
+            {
+                "phase": one.phase,
+                "kv": one.bench.kv,
+                **one.bench.measured(),
+                "shape": shape,
+                "us": {n: t.us for n, t in timings.items()},
+            }
             for one in series
             for shape, timings in one.times.items()
         ],

@@ -128,13 +128,14 @@ def test_the_policy_table_that_serves_is_named(tiny_folder, options, origin):
         assert llm.engine.info.policy_origin == origin
 
 
-def test_a_policy_that_names_what_is_not_installed_is_told(tiny_folder, caplog, monkeypatch):
+def test_a_policy_that_names_what_can_never_serve_is_told(tiny_folder, caplog, monkeypatch):
     monkeypatch.setenv("NANOSERVE_DISABLE_PLUGINS", "attention.hopper_decode")
     with LLM(str(tiny_folder[0]), **CPU):
-        assert "not installed" not in caplog.text
-    table = [{"phase": "decode", "use": ["sdqa", "sdpa"]}]
+        assert "the policy names" not in caplog.text
+    table = [{"phase": "decode", "use": ["sdqa", "triton_flash", "sdpa"]}]
     with LLM(str(tiny_folder[0]), **CPU, policy={"name": "auto", "table": table}):
         assert "the policy names sdqa for decode, which is not installed; did you mean 'sdpa'?" in caplog.text
+        assert "the policy names triton_flash for decode, which has no decode" in caplog.text
 
 
 def test_dummy_weights_need_no_checkpoint():

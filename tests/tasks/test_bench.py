@@ -402,6 +402,7 @@ def test_what_is_refused_before_an_engine_starts(cli: Cli, arguments: list[str],
             ["bench.batches=[8]", "bench.context=9", "bench.output_len=8", "bench.prompts=[]", "engine.max_num_seqs=4"],
             "bench.batches: 8 sequences exceed",
         ),
+        (["bench.batches=[]", "bench.prompts=[[8,9]]", "engine.max_num_seqs=4"], "bench.prompts: 8 sequences exceed"),
         (
             ["bench.batches=[2]", "bench.context=10", "bench.output_len=40", "bench.prompts=[]"],
             "bench.context=10 is too short for 2 sequences",

@@ -146,6 +146,14 @@ def test_a_backend_that_fails_with_one_kv_format_stays_far_behind_there():
     assert point.times == {"good": 2.0, "broken": 2.0 * FAR_BEHIND}
 
 
+def test_a_shape_that_the_memory_of_a_cpu_cannot_hold_is_left_out(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    """Before it is begun: Linux gives the memory and ends the process that uses it."""
+    monkeypatch.setattr("nanoserve.tasks.kernels.measure.available_on_cpu", lambda: 2.0**20)
+    shapes = ["prefill_shapes=[]", "decode_shapes=[1x3,1x9999]", "num_q_heads=2", "num_kv_heads=1", "head_dim=32"]
+    outcome = cli("task=tune", "engine.device=cpu", "formats=[bf16]", *shapes)
+    assert outcome.code == 0 and "left out: decode 1x9999 bf16 (memory)" in outcome.out
+
+
 def test_the_file_is_a_policy_that_the_command_line_takes(cli: Cli):
     words = ["engine.device=cpu", "num_q_heads=2", "num_kv_heads=1", "head_dim=32", "record=times.json"]
     words += ["prefill_shapes=[1x3]", "decode_shapes=[1x3]"]
@@ -156,7 +164,10 @@ def test_the_file_is_a_policy_that_the_command_line_takes(cli: Cli):
     assert "nanoserve --config-dir . policy=tuned_cpu" in outcome.out
     stored = load_yaml("policy", "tuned_cpu", ["file://."])
     assert stored is not None and [row["phase"] for row in stored["table"]] == ["prefill", "decode"]
-    assert {r["kv"] for r in json.loads(Path("times.json").read_text())["results"]} >= {"bf16", "int8"}
+    results = json.loads(Path("times.json").read_text())["results"]
+    assert {r["kv"] for r in results} >= {"bf16", "int8"}
+    of = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": "float32", "block_size": 16}
+    assert all(r.items() >= of.items() for r in results) and {"dtype": "auto"} in [r["kv_options"] for r in results]
     used = cli("--config-dir", ".", "policy=tuned_cpu", "--cfg", "job")
     assert used.code == 0 and "- sdpa" in used.out
 
@@ -168,6 +179,7 @@ def test_the_file_is_a_policy_that_the_command_line_takes(cli: Cli):
         (["output=h200.yaml"], "FOLDER/policy/NAME.yaml"),
         (["formats=[]"], "formats"),
         (["formats=[fp1]"], "fp1"),
+        (["formats=[int8]", "kv.dtype=float16"], "kv=bf16 is given options, and is not among formats: int8"),
         (["min_gain=1.0"], "min_gain"),
         (["seconds=0"], "seconds"),
         (["decode_shapes=[]", "prefill_shapes=[]"], "nothing to measure"),

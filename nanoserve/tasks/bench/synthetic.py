@@ -153,8 +153,10 @@ def latency(llm: LLM, workload: Latency) -> Measured:
         require_fit(llm, "prompts", length + 1)
     for count, length in lengths.items():
         require_fit(llm, "context", prompt_lens[count] + length)
-    if (most := max(workload.batches, default=0)) > (limit := llm.config.engine.max_num_seqs):
-        raise ConfigError(f"bench.batches: {most} sequences exceed engine.max_num_seqs={limit}; raise it")
+    limit = llm.config.engine.max_num_seqs
+    for key, counts in (("batches", workload.batches), ("prompts", [count for count, _ in workload.prompts])):
+        if (most := max(counts, default=0)) > limit:
+            raise ConfigError(f"bench.{key}: {most} sequences exceed engine.max_num_seqs={limit}; raise it")
     blocks = llm.engine.blocks
     for count, prompt_len in prompt_lens.items():
         if prompt_len < 1:

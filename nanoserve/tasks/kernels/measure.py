@@ -9,8 +9,10 @@ model, and are left out. Each result is compared with float64 on a few tokens.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from nanoserve.contracts.attention import AttentionBackend, AttentionContext, De
 from nanoserve.contracts.capabilities import Requirements
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.kvcache import KVCacheFormat, KVCacheShape
-from nanoserve.engine.build import resolve_device
+from nanoserve.engine.build import resolve_device, stored_dtype
 from nanoserve.engine.selection import candidates_for, make_builder
 from nanoserve.tasks.kernels.shapes import KernelShape
 from nanoserve.tasks.kernels.timing import ClockTimer, GraphTimer, Timer, copy_bandwidth, interleaved, matmul_rate, once
@@ -67,6 +69,15 @@ def out_of_memory(failure: str) -> bool:
     return failure.startswith("OutOfMemoryError") or "can't allocate memory" in failure
 
 
+def available_on_cpu() -> float:
+    """Bytes that may still be taken: Linux promises more, and ends whoever claims it. Infinite where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return math.inf
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)
+
+
 @dataclass
 class Timing:
     """One candidate at one shape. us: microseconds of a layer. error: relative, against float64. plain: timed by a
@@ -109,6 +120,8 @@ class Bench:
         self.capability = torch.cuda.get_device_capability(self.device) if gpu else None
         self.block_size = config.engine.block_size
         self.spec = registry.get("kvcache", kv)
+        given = config.kv.options if kv == config.kv.name else {}
+        self.kv_options = registry.make_options("kvcache", self.spec, given)
         self.need = Requirements(
             num_q_heads=heads.num_q,
             num_kv_heads=heads.num_kv,
@@ -118,12 +131,23 @@ class Bench:
             compute_capability=self.capability,
             block_size=self.block_size,
             kv_format=kv,
+            kv_dtype=stored_dtype(self.kv_options),
         )
         if reasons := self.spec.capabilities.refusals(self.need):
             raise ConfigError(f"kv={kv} cannot be used here: {'; '.join(reasons)}")
-        given = config.kv.options if kv == config.kv.name else {}
-        self.kv_options = registry.make_options("kvcache", self.spec, given)
         self.candidates = candidates_for(registry, config.attention, self.need)
+
+    def measured(self) -> dict[str, Any]:
+        """What figures are of, beside the shape."""
+        heads = self.heads
+        return {
+            "num_q_heads": heads.num_q,
+            "num_kv_heads": heads.num_kv,
+            "head_dim": heads.dim,
+            "dtype": self.need.dtype,
+            "block_size": self.block_size,
+            "kv_options": asdict(self.kv_options),
+        }
 
     def capturable(self, name: str) -> bool:
         """Whether decode by this backend may be part of a CUDA graph."""
@@ -235,6 +259,11 @@ class _Step:
         per_layer = num_blocks * size * bench.bytes_per_token + shape.num_tokens * fresh
         most = MAX_LAYERS if device.type == "cuda" else 2
         num_layers = max(2, min(most, int(bench.effort.gigabytes * 2**30 / per_layer)))
+        if device.type == "cpu":
+            dense = 2 * shape.batch * max(shape.context_lens) * heads.num_kv * heads.dim * bench.dtype.itemsize
+            needed, there = num_layers * per_layer + 2 * dense, available_on_cpu()  # gathered, and laid out anew
+            if needed > there:
+                raise torch.OutOfMemoryError(f"{shape.name} takes {needed / 2**30:.1f} GiB of {there / 2**30:.1f}")
 
         generator = np.random.default_rng(0)
         ids, cuts = generator.permutation(num_blocks), np.cumsum(self.needed) - self.needed
