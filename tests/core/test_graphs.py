@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
+import types
 from dataclasses import dataclass, replace
 
 import pytest
@@ -217,6 +219,29 @@ def test_batches_that_need_logits_leave_the_captured_sampler_and_restricted_ones
             assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
             buckets = llm.engine.runner.decode_graphs._buckets
             assert any(bucket.logits is not None for bucket in buckets.values()) == needs_logits
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_bucket_is_made_ready_without_upsetting_the_next_step(tiny_folder, monkeypatch, at_start):
+    """Its warm-up takes what nobody has sent. With a graph that is no more than what it would run."""
+    folder, _ = tiny_folder
+    prompts = prompts_of(random.Random(8), 6)
+    params = [replace(GREEDY, max_tokens=3 * n) for n in range(1, 7)]  # a smaller bucket now and then
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(DecodeGraphs, "_record", staticmethod(lambda pool, run: run))
+    with make(folder) as llm, LLM(str(folder), device="cpu", num_kv_blocks=40) as eager:
+        graphs = llm.engine.runner.decode_graphs
+        graphs.pool = GraphPool()
+        expected = [o.token_ids for o in eager.generate(prompts, params)]
+        if at_start:
+            with torch.inference_mode():
+                graphs.capture_all()
+        for _ in range(2):
+            assert [o.token_ids for o in llm.generate(prompts, params)] == expected
+        assert len(graphs._buckets) > 2
 
 
 def test_a_step_that_fails_does_not_upset_the_next(tiny_folder, monkeypatch):
