@@ -29,7 +29,8 @@ class LLM:
     Keywords are those of :meth:`nanoserve.config.EngineConfig.from_kwargs`: ``model`` (a folder, a hub id or the name
     of a model config), the plugins ``attention``, ``kv``, ``scheduler``, ``policy`` (a name, or ``{"name": …, option:
     …}``), and the engine's options. An unknown keyword raises ConfigError. One thread at a time may use an LLM; a
-    second one gets a RequestError.
+    second one gets a RequestError. Ctrl-C inside a step ends all requests of that moment, open streams too, each with
+    an error; the LLM serves on, with an empty prefix cache.
 
     >>> with LLM(model="tiny", kv="int8") as llm:
     ...     print(llm.generate("import json\\n", SamplingParams(max_tokens=32))[0].text)
