@@ -6,14 +6,14 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from nanoserve.config import EngineConfig
-from nanoserve.contracts.errors import RequestError
+from nanoserve.contracts.errors import NanoserveError, RequestError
 from nanoserve.engine.build import build_engine
 from nanoserve.engine.engine import Engine
 from nanoserve.outputs import EngineStats, RequestOutput
@@ -29,8 +29,8 @@ class LLM:
     Keywords are those of :meth:`nanoserve.config.EngineConfig.from_kwargs`: ``model`` (a folder, a hub id or the name
     of a model config), the plugins ``attention``, ``kv``, ``scheduler``, ``policy`` (a name, or ``{"name": …, option:
     …}``), and the engine's options. An unknown keyword raises ConfigError. One thread at a time may use an LLM; a
-    second one gets a RequestError. Ctrl-C inside a step ends all requests of that moment, open streams too, each with
-    an error; the LLM serves on, with an empty prefix cache.
+    second one gets a RequestError. Ctrl-C inside a step ends all requests of that moment; open streams end with
+    an error, and the LLM serves on, with an empty prefix cache.
 
     >>> with LLM(model="tiny", kv="int8") as llm:
     ...     print(llm.generate("import json\\n", SamplingParams(max_tokens=32))[0].text)
@@ -54,6 +54,7 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
         self._inbox: dict[str, deque[RequestOutput]] = {}
+        self._interrupted: set[str] = set()  # requests that were open then
         self._in_use = threading.RLock()
 
     def generate(
@@ -84,7 +85,8 @@ class LLM:
         started: list[str] = []
         try:
             for (text, ids), p, urgency in zip(tokenized, per_prompt, priorities, strict=True):
-                started.append(self._add(ids, p, prompt=text, priority=urgency))
+                started.append(self._new_id())
+                self._add(started[-1], ids, p, prompt=text, priority=urgency)
             results: dict[str, RequestOutput] = {}
             with _bar(len(started), enabled=progress) as bar:
                 while len(results) < len(started):
@@ -112,7 +114,9 @@ class LLM:
             raise RequestError("stream takes one prompt, a string or a list of token ids; open a stream for each")
         text, ids = self._tokenize(prompt)
         (urgency,) = self._priorities_for(priority, 1)
-        return _Stream(self, self._add(ids, _one(params), prompt=text, stream=True, priority=urgency))
+        stream = _Stream(self, self._new_id())
+        self._add(stream.id, ids, _one(params), prompt=text, stream=True, priority=urgency)
+        return stream
 
     def chat(
         self,
@@ -190,18 +194,32 @@ class LLM:
             self.engine.check_priority(value)
         return priorities
 
+    def _new_id(self) -> str:
+        return f"llm-{next(self._ids)}"
+
     def _add(
-        self, ids: list[int], params: SamplingParams, *, prompt: str | None, priority: int, stream: bool = False
-    ) -> str:
-        request_id = f"llm-{next(self._ids)}"
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None,
+        priority: int,
+        stream: bool = False,
+    ) -> None:
         with self._alone():
             self.engine.add_request(request_id, ids, params, prompt=prompt, stream=stream, priority=priority)
             self._inbox[request_id] = deque()
-        return request_id
 
     def _step(self) -> None:
-        with self._alone():
-            self._deliver(self.engine.step())
+        try:
+            with self._alone():
+                self._deliver(self.engine.step())
+        except Exception:
+            raise
+        except BaseException:  # what was reported may not have been delivered
+            self._interrupted.update(self._inbox)
+            raise
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -210,7 +228,9 @@ class LLM:
         try:
             yield
         finally:
-            self._in_use.release()
+            with suppress(RuntimeError):  # it is free
+                while True:  # once more if an interrupt has kept it from being released
+                    self._in_use.release()
 
     def _deliver(self, reports: list[RequestOutput]) -> None:
         """Reports go to whoever waits for them: several streams may be open."""
@@ -223,6 +243,7 @@ class LLM:
         with self._in_use:
             self.engine.abort(request_id)
             self._inbox.pop(request_id, None)
+            self._interrupted.discard(request_id)
             if not self.engine.requests:  # nobody will step again to commit what is in flight
                 self.engine.drain()
                 self._deliver(self.engine.report())
@@ -233,14 +254,16 @@ class _Stream(Iterator[RequestOutput]):
 
     def __init__(self, llm: LLM, request_id: str) -> None:
         self._llm: LLM | None = llm
-        self._id = request_id
+        self.id = request_id
 
     def __next__(self) -> RequestOutput:
         if self._llm is None:
             raise StopIteration
-        inbox = self._llm._inbox[self._id]
+        inbox = self._llm._inbox[self.id]
         try:
             while not inbox:
+                if self.id in self._llm._interrupted:
+                    raise NanoserveError("an interrupt ended a step of this request, or lost what it had brought")
                 self._llm._step()
         except BaseException:
             self.close()
@@ -254,7 +277,7 @@ class _Stream(Iterator[RequestOutput]):
         """Abort the request unless it has ended. Idempotent."""
         llm, self._llm = self._llm, None
         if llm is not None:
-            llm._forget(self._id)
+            llm._forget(self.id)
 
     def __del__(self) -> None:
         self.close()

@@ -543,6 +543,7 @@ class Engine:
         """Nobody knows how far things came: every request ends with an error, and all books are begun again."""
         with contextlib.suppress(*FAULTS):
             self.runner.synchronize()
+        self.watchdog.rest()
         self._in_flight = None
         self._num_history = self.num_unfinished = 0
         for request in list(self.requests.values()):

@@ -129,6 +129,10 @@ class Watchdog:
         self._started = time.monotonic()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.rest()
+
+    def rest(self) -> None:
+        """No step runs."""
         self._started = 0.0
 
     def close(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from nanoserve import SamplingParams
-from nanoserve.contracts.errors import PluginError
+from nanoserve.contracts.errors import NanoserveError, PluginError
 from nanoserve.contracts.scheduling import Schedule
 from nanoserve.server.messages import Score
 from nanoserve.server.scoring import Scorer
@@ -202,7 +203,7 @@ def test_a_scheduler_that_raises_elsewhere_is_named_and_costs_no_block(
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_ctrl_c_anywhere_costs_the_requests_of_that_moment_and_no_block(tiny_folder, rng, overlap):
-    """At the k-th call of a function inside the engine, for k all over what a batch takes."""
+    """At the k-th begin or end of a function of the loop, for k all over what a batch takes."""
     folder, oracle = tiny_folder
     prompts = [random_prompt(rng, length) for length in (40, 20, 7)]
     params = [replace(GREEDY, n=2, temperature=1, seed=3), GREEDY, replace(GREEDY, logprobs=2)]
@@ -212,7 +213,9 @@ def test_ctrl_c_anywhere_costs_the_requests_of_that_moment_and_no_block(tiny_fol
 
         def interrupt(frame, event, argument):
             nonlocal calls
-            if event == "call" and "/nanoserve/engine/" in frame.f_code.co_filename:
+            code = frame.f_code
+            inside = "/nanoserve/engine/" in code.co_filename or code.co_name in ("_step", "_deliver", "_alone")
+            if event in ("call", "return") and inside:
                 calls += 1
                 if calls == at:
                     raise KeyboardInterrupt
@@ -228,12 +231,12 @@ def test_ctrl_c_anywhere_costs_the_requests_of_that_moment_and_no_block(tiny_fol
 
         alone = [[c.token_ids for c in output.outputs] for output in run()]
         assert all(is_greedy(oracle, prompts[i], alone[i][0]) for i in (1, 2))
-        for at in range(1, calls, 1 + calls // 60):
+        for at in range(1, calls, 1 + calls // 150):
             other = llm.stream(random_prompt(rng, 5), GREEDY)
             with pytest.raises(KeyboardInterrupt):
                 run()
-            seen = list(other)  # ends, with its tokens or with a word
-            assert seen[-1].finish_reason in ("length", "error"), at
+            with suppress(NanoserveError):  # it says so in either way, or brings all of its tokens
+                assert list(other)[-1].finish_reason in ("error", "length"), at
             assert not engine.requests and engine.num_unfinished == 0 and not engine.has_work
             engine.blocks.audit()
             assert llm.stats().num_free_blocks == 20, at
