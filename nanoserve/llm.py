@@ -83,24 +83,25 @@ class LLM:
             except RequestError as error:
                 raise type(error)(f"prompt {i}: {error}" if len(tokenized) > 1 else str(error)) from None
         started: list[str] = []
-        try:
-            for (text, ids), p, urgency in zip(tokenized, per_prompt, priorities, strict=True):
-                started.append(self._new_id())
-                self._add(started[-1], ids, p, prompt=text, priority=urgency)
-            results: dict[str, RequestOutput] = {}
-            with _bar(len(started), enabled=progress) as bar:
-                while len(results) < len(started):
-                    self._step()
-                    for i, request_id in enumerate(started):
-                        if request_id not in results and self._inbox[request_id]:
-                            results[request_id] = self._inbox[request_id].popleft()
-                            bar.update()
-                            if on_finish is not None:
-                                on_finish(i, results[request_id])
-            return [results[request_id] for request_id in started]
-        finally:
-            for request_id in started:
-                self._forget(request_id)
+        with self._alone():
+            try:
+                for (text, ids), p, urgency in zip(tokenized, per_prompt, priorities, strict=True):
+                    started.append(self._new_id())
+                    self._add(started[-1], ids, p, prompt=text, priority=urgency)
+                results: dict[str, RequestOutput] = {}
+                with _bar(len(started), enabled=progress) as bar:
+                    while len(results) < len(started):
+                        self._step()
+                        for i, request_id in enumerate(started):
+                            if request_id not in results and self._inbox[request_id]:
+                                results[request_id] = self._inbox[request_id].popleft()
+                                bar.update()
+                                if on_finish is not None:
+                                    on_finish(i, results[request_id])
+                return [results[request_id] for request_id in started]
+            finally:
+                for request_id in started:
+                    self._forget(request_id)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
@@ -115,7 +116,8 @@ class LLM:
         text, ids = self._tokenize(prompt)
         (urgency,) = self._priorities_for(priority, 1)
         stream = _Stream(self, self._new_id())
-        self._add(stream.id, ids, _one(params), prompt=text, stream=True, priority=urgency)
+        with self._alone():
+            self._add(stream.id, ids, _one(params), prompt=text, stream=True, priority=urgency)
         return stream
 
     def chat(
@@ -207,14 +209,12 @@ class LLM:
         priority: int,
         stream: bool = False,
     ) -> None:
-        with self._alone():
-            self.engine.add_request(request_id, ids, params, prompt=prompt, stream=stream, priority=priority)
-            self._inbox[request_id] = deque()
+        self.engine.add_request(request_id, ids, params, prompt=prompt, stream=stream, priority=priority)
+        self._inbox[request_id] = deque()
 
     def _step(self) -> None:
         try:
-            with self._alone():
-                self._deliver(self.engine.step())
+            self._deliver(self.engine.step())
         except Exception:
             raise
         except BaseException:  # what was reported may not have been delivered
@@ -223,6 +223,7 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
+        """While one thread runs a batch, or what brings the next delta of a stream, the others are refused."""
         if not self._in_use.acquire(blocking=False):
             raise RequestError("another thread is using this LLM; let them take turns, or use AsyncLLM")
         try:
@@ -261,10 +262,11 @@ class _Stream(Iterator[RequestOutput]):
             raise StopIteration
         inbox = self._llm._inbox[self.id]
         try:
-            while not inbox:
-                if self.id in self._llm._interrupted:
-                    raise NanoserveError("an interrupt ended a step of this request, or lost what it had brought")
-                self._llm._step()
+            with self._llm._alone():
+                while not inbox:
+                    if self.id in self._llm._interrupted:
+                        raise NanoserveError("an interrupt ended a step of this request, or lost what it had brought")
+                    self._llm._step()
         except BaseException:
             self.close()
             raise

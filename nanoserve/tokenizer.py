@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,14 @@ ROLES = ("system", "user", "assistant", "tool")
 
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in FILES)
+
+
+@lru_cache
+def _variables_of(template: str) -> frozenset[str]:
+    from jinja2 import Environment, meta
+
+    plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", template)  # a tag of transformers'
+    return frozenset(meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)))
 
 
 class Tokenizer:
@@ -77,9 +85,9 @@ class Tokenizer:
         """
         if not self._hf.chat_template:
             raise RequestError("this checkpoint has no chat template: send a plain prompt, or add chat_template.jinja")
-        if tools is not None and "tools" not in self._template_reads:
+        if tools is not None and "tools" not in self._reads(tools):
             raise RequestError("tools: the chat template has no place for them")
-        self.check_template_kwargs(template_kwargs)
+        self.check_template_kwargs(template_kwargs, tools)
         checked = _checked_messages(messages)
         try:
             text: Any = self._hf.apply_chat_template(
@@ -93,32 +101,29 @@ class Tokenizer:
             raise RequestError(f"the chat template rejects this conversation: {error}") from error
         return self._encode(text, add_special_tokens=False)
 
-    def check_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
-        """Raise RequestError for a variable that the chat template does not read, or that is ours to set."""
+    def check_template_kwargs(self, template_kwargs: Mapping[str, Any], tools: list[Any] | None = None) -> None:
+        """Raise RequestError for a variable that the chat template does not read, or that is not for callers to set."""
+        import inspect
+
         for name, value in template_kwargs.items():
-            where, known = f"chat_template_kwargs.{name}", self._template_variables
+            where = f"chat_template_kwargs.{name}"
+            ours = {*inspect.signature(self._hf.apply_chat_template).parameters, "messages"} - {"documents"}
+            ours |= {*self._hf.special_tokens_map, "raise_exception", "strftime_now"}
+            known = self._reads(tools) - ours
             if name not in known:
                 has = ", ".join(sorted(known)) or "none"
-                raise RequestError(f"{where}: the chat template has no such variable; it has {has}")
+                raise RequestError(f"{where}: the chat template has no such variable to set; it has {has}")
             if name == "enable_thinking" and not isinstance(value, bool):  # "false" would be taken for true
                 raise RequestError(f"{where} must be true or false, not {value!r}")
 
-    @cached_property
-    def _template_variables(self) -> frozenset[str]:
-        import inspect
-
-        ours = {*inspect.signature(self._hf.apply_chat_template).parameters, "messages", "tools", "documents"}
-        return self._template_reads - ours - set(self._hf.special_tokens_map) - {"raise_exception", "strftime_now"}
-
-    @cached_property
-    def _template_reads(self) -> frozenset[str]:
-        from jinja2 import Environment, meta
-
+    def _reads(self, tools: list[Any] | None) -> frozenset[str]:
+        """The variables that the chat template reads, of several the one for ``tools``."""
         if not self._hf.chat_template:
             return frozenset()
-        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._hf.get_chat_template())  # a tag of transformers'
-        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-        return frozenset(meta.find_undeclared_variables(parsed))
+        try:
+            return _variables_of(self._hf.get_chat_template(tools=tools))
+        except Exception as error:  # what is stored is foreign
+            raise RequestError(f"the chat template cannot be read: {error}") from error
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):

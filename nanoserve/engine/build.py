@@ -48,7 +48,7 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> Engi
     device = resolve_device(options.device)
     folder = checkpoint_folder(config)
     if folder is not None:
-        model_config = ModelConfig.from_folder(folder, config.model.config)
+        model_config = ModelConfig.from_folder(folder)
     else:  # random weights of a known shape need no folder, and no network
         model_config = ModelConfig.from_dict(config.model.config or {}, source="model.config")
     dtype = engine_dtype(options.dtype, model_config, folder, device)

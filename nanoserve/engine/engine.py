@@ -41,11 +41,14 @@ def _whole(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def guarded(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        if self._torn:  # another interrupt has come while things were put in order
+            self._start_anew()
         try:
             return method(self, *args, **kwargs)
         except FAULTS:
             raise
         except BaseException:
+            self._torn = True
             self._start_anew()
             raise
 
@@ -100,7 +103,7 @@ class Engine:
         self._news = News()
         self.num_unfinished = 0  # sequences, those that wait included
         self._steps = self._prompt_tokens = self._generation_tokens = self._finished = self._aborted = 0
-        self._closed = False
+        self._closed = self._torn = False
 
     # ---------------------------------------------------------------- requests
 
@@ -303,9 +306,9 @@ class Engine:
         self.scheduler.now = time.perf_counter()
         try:
             schedule = self.scheduler.schedule()
+            fault = broken_rule(schedule, self.scheduler.limits)
         except FAULTS as error:
             return self._scheduler_failed(error)
-        fault = broken_rule(schedule, self.scheduler.limits)
         return schedule if fault is None else self._scheduler_failed(fault)
 
     def _launch(self, schedule: Schedule) -> InFlight | None:
@@ -452,7 +455,6 @@ class Engine:
         """Record the end of a sequence (the caller tells the scheduler). Always True."""
         output: Output = seq.state  # type: ignore[assignment]
         request, completion = output.request, output.completion
-        completion.finish_reason, completion.stop_reason, completion.error = reason, stop_reason, error
         completion.token_ids = seq.token_ids[seq.num_prompt_tokens :]
         if output.text is not None and reason != "error":
             if not output.incremental:
@@ -462,6 +464,7 @@ class Engine:
                 output.delta.append(output.text.finish())
         if output.text is not None:
             completion.text = output.text.text
+        completion.finish_reason, completion.stop_reason, completion.error = reason, stop_reason, error
         output.goes_on = False
         request.unfinished -= 1
         self.num_unfinished -= 1
@@ -563,6 +566,7 @@ class Engine:
         self.scheduler.waiting.clear()
         self.scheduler.running.clear()
         self.blocks.reset()
+        self._torn = False
 
     @staticmethod
     def _add_logprobs(seq: Sequence, token: int, logprob: float, top: list[tuple[int, float]]) -> None:

@@ -66,18 +66,10 @@ class ModelConfig:
     dtype: str | None
 
     @classmethod
-    def from_folder(cls, folder: str | Path, expected: Mapping[str, Any] | None = None) -> ModelConfig:
-        """Read ``folder/config.json``, which must agree with ``expected``, keys of one. Raises ModelLoadError."""
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read ``folder/config.json``. Raises ModelLoadError."""
         path = Path(folder) / "config.json"
-        stored = _read_json(path)
-        config = cls.from_dict(stored, source=str(path))
-        if expected and cls.from_dict({**stored, **expected}, source="model.config") != config:
-            different = [f"{key}={value!r}" for key, value in expected.items() if stored.get(key) != value]
-            raise ModelLoadError(
-                f"model.config: {', '.join(different)} is not what {path} says, and that is how its "
-                "weights are read: change it there, or leave model.config out"
-            )
-        return config
+        return cls.from_dict(_read_json(path), source=str(path))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "the model config") -> ModelConfig:

@@ -274,8 +274,7 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
 
 async def _parse(http: Request, kind: type[Any], serving: Serving) -> Any:
     """The body as ``kind``; notes in the log who asks, and, if wished, what."""
-    if http.query_params:
-        name = next(iter(http.query_params))
+    if name := next((name for name in http.query_params if name != "api-version"), None):  # which Azure's clients send
         raise ApiError(400, f"unknown query parameter {name!r}: everything goes into the body", name)
     content_type, *parameters = http.headers.get("content-type", "").lower().split(";")
     if content_type.strip() != "application/json":  # a form could be sent by any web page, without permission

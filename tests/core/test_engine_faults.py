@@ -125,7 +125,7 @@ def test_a_scheduler_that_schedules_nothing_is_an_error_not_a_hang(tiny_folder):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("fault", ["raises", "twice", "none"])
+@pytest.mark.parametrize("fault", ["raises", "twice", "none", "no count"])
 def test_a_scheduler_that_breaks_a_rule_is_named_and_costs_no_block(tiny_folder, rng, overlap, fault):
     folder, oracle = tiny_folder
     with make(folder, num_kv_blocks=20, overlap=overlap) as llm:
@@ -137,11 +137,13 @@ def test_a_scheduler_that_breaks_a_rule_is_named_and_costs_no_block(tiny_folder,
                 return plan
             if fault == "raises":
                 raise KeyError("step 3")
-            return Schedule(decode=plan.decode * 2) if fault == "twice" else None
+            wrong = {"twice": Schedule(decode=plan.decode * 2), "no count": Schedule(prefill=[(plan.decode[0], None)])}
+            return wrong.get(fault)
 
         llm.engine.scheduler.schedule = broken
         outputs = llm.generate([random_prompt(rng, 20) for _ in range(3)], GREEDY)
-        says = {"raises": "raised KeyError: 'step 3'", "twice": "twice in one step", "none": "returned NoneType"}[fault]
+        says = {"raises": "raised KeyError: 'step 3'", "twice": "twice in one step", "none": "returned NoneType"}
+        says = says.get(fault, "raised TypeError")
         for output in outputs:
             assert output.finish_reason == "error" and "scheduler 'decode_first'" in output.outputs[0].error
             assert says in output.outputs[0].error
@@ -241,6 +243,50 @@ def test_ctrl_c_anywhere_costs_the_requests_of_that_moment_and_no_block(tiny_fol
             engine.blocks.audit()
             assert llm.stats().num_free_blocks == 20, at
             assert [[c.token_ids for c in output.outputs] for output in llm.generate(prompts, params)] == alone, at
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ctrl_c_twice_is_as_once(tiny_folder, rng, overlap):
+    """The second one while the engine puts things in order after the first."""
+    prompts = [random_prompt(rng, length) for length in (40, 20)]
+    with make(tiny_folder[0], num_kv_blocks=20, overlap=overlap) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+        calls, at, done = 0, 0, False
+
+        def interrupt(frame, event, argument):
+            nonlocal calls, done
+            if frame.f_code.co_name == "_start_anew" and event == "return":
+                done = done or calls < at
+            if calls or frame.f_code.co_name == "_start_anew":
+                calls += event in ("call", "c_return")
+                if calls == at and event in ("call", "c_return"):
+                    raise KeyboardInterrupt
+
+        launch = llm.engine.runner.launch
+        while not done:
+            calls, at = 0, at + 1
+            launches = iter(range(100))
+
+            def first(schedule, launches=launches):
+                if next(launches) == 3:
+                    raise KeyboardInterrupt
+                return launch(schedule)
+
+            llm.engine.runner.launch = first
+            other = llm.stream(random_prompt(rng, 5), GREEDY)
+            sys.setprofile(interrupt)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    llm.generate(prompts, GREEDY)
+            finally:
+                sys.setprofile(None)
+            llm.engine.runner.launch = launch
+            with suppress(NanoserveError):
+                assert list(other)[-1].finish_reason in ("error", "length"), at
+            assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected, at
+            llm.engine.blocks.audit()
+            assert llm.stats().num_free_blocks == 20 and llm.engine.num_unfinished == 0, at
+        assert at > 20
 
 
 @pytest.mark.parametrize("overlap", [True, False])

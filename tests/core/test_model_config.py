@@ -143,16 +143,6 @@ def test_broken_files(tmp_path):
         ModelConfig.from_folder(tmp_path)
 
 
-def test_a_shape_that_is_expected_of_a_checkpoint_must_be_its_own(tmp_path):
-    """It would be ignored otherwise: the weights are those of the folder."""
-    (tmp_path / "config.json").write_text(json.dumps({"rope_theta": 1e6} | SHAPE))
-    expected = {"hidden_size": 64, "rope_theta": 1e6}
-    assert ModelConfig.from_folder(tmp_path, expected) == ModelConfig.from_folder(tmp_path, {}) == config()
-    for key, value in (("hidden_size", 3), ("rope_scaling", YARN)):
-        with pytest.raises(ModelLoadError, match=f"^model.config: {key}=.* is not what .*config.json says"):
-            ModelConfig.from_folder(tmp_path, {**expected, key: value})
-
-
 @pytest.mark.parametrize(
     "generation", [None, {}, {"eos_token_id": None}, {"eos_token_id": 3}, {"eos_token_id": [3, 5]}]
 )

@@ -97,6 +97,23 @@ def test_thinking_changes_the_prompt_only_when_false(tokenizer):
         tokenizer.render_chat(HELLO, tools=[{"name": "x"}])
 
 
+def test_of_several_templates_the_one_that_renders_says_what_it_reads(tokenizer, monkeypatch):
+    templates = {
+        "default": "{%+ generation %}{{ messages[0].content }}{% endgeneration %}",
+        "tool_use": "{{ tools }}{% if brief %}!{% endif %}{{ documents }}",
+    }
+    monkeypatch.setattr(tokenizer._hf, "chat_template", templates)
+    plain, tools = tokenizer.render_chat(HELLO), [{"type": "function", "function": {"name": "x"}}]
+    with_tools = tokenizer.render_chat(HELLO, tools=tools, brief=True, documents=[{"text": "d"}])
+    assert tokenizer.decode(plain) == HELLO[0]["content"] and "!" in tokenizer.decode(with_tools)
+    with pytest.raises(RequestError, match="chat_template_kwargs.brief: .* it has none"):
+        tokenizer.render_chat(HELLO, brief=True)
+    for template in ({"tool_use": "x"}, "{% if %}"):
+        monkeypatch.setattr(tokenizer._hf, "chat_template", template)
+        with pytest.raises(RequestError, match="the chat template cannot be read"):
+            tokenizer.render_chat(HELLO, enable_thinking=False)
+
+
 @pytest.mark.parametrize(
     ("in_config", "in_file", "used"),
     [("A", None, "A"), (None, "B", "B"), ("A", "B", "B")],

@@ -404,6 +404,8 @@ def test_other_refusals_have_the_same_shape(server: Server) -> None:
         assert response.status_code == code and response.json()["error"]["message"]
     form = server.http.post("/v1/completions", data={"prompt": "a"})
     assert form.status_code == 415
+    azure = server.http.post("/v1/completions?api-version=2024-10-21", json={"prompt": "a", "max_tokens": 1})
+    assert azure.status_code == 200
     query = server.http.post("/v1/completions?n=2", json={"prompt": "a", "max_tokens": 1})
     assert query.status_code == 400 and query.json()["error"]["param"] == "n"
 
