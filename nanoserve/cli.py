@@ -485,6 +485,7 @@ def _unknown_choice(group: str, name: str, known: Sequence[str], registry: Regis
         if details.group == group:
             return registry.unknown(kind, name, known)
     if not group:  # a whole configuration
+        name = name.removesuffix(".yaml")
         return ConfigError(
             f"--config-name={name}: there is no {name}.yaml in the folders that are searched; leave it out"
         )

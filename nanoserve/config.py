@@ -240,7 +240,9 @@ def _stored(group: str, name: Any, more_paths: MorePaths) -> dict[str, Any] | No
 def _load_choice(group: str, value: Any, more_paths: MorePaths) -> dict[str, Any]:
     if isinstance(value, str):
         value = {"name": value}
-    given = dict(_mapping(group, value))
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{group}: expected a name, or {{name: …}} and options beside it, got {value!r}")
+    given = dict(value)
     stored = _stored(group, given.get("name"), more_paths)
     if stored is None:
         return given

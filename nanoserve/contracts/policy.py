@@ -41,6 +41,11 @@ class SelectionPolicy(ABC):
         them can serve. None: any that is installed. Asked when an engine is built."""
         return None
 
+    def kv_formats(self) -> frozenset[str]:
+        """Names of the KV formats that it tells apart; one that is not installed is warned of. Asked when an engine is
+        built."""
+        return frozenset()
+
     @abstractmethod
     def select(self, phase: Phase, shape: SelectionShape, candidates: tuple[str, ...]) -> str:
         """Name of the backend to run. ``candidates`` is never empty and the answer must be in it.

@@ -33,6 +33,11 @@ def candidates_for(
         registry.make_options("attention", chosen, choice.options)  # backends are built late; refuse options early
     elif choice.options:
         raise ConfigError(f"attention.{next(iter(choice.options))}: attention={AUTO} has no options; choose a backend")
+    if policy is not None and (chosen is None or chosen.capabilities.phases != frozenset(PHASES)):
+        for name in sorted(policy.kv_formats()):
+            if not registry.is_installed("kvcache", name):
+                hint = did_you_mean(name, registry.names("kvcache"))
+                log.warning("the policy tells KV format %s from others, which is not installed%s", name, hint)
     for phase in PHASES:
         if chosen is not None and phase in chosen.capabilities.phases:
             reasons = chosen.capabilities.refusals(need, phase)

@@ -18,7 +18,16 @@ import torch
 from nanoserve.contracts.capabilities import PHASES, Phase
 from nanoserve.contracts.errors import ConfigError, NanoserveError
 from nanoserve.tasks.bench.record import environment, print_line, print_table, write
-from nanoserve.tasks.kernels.measure import TOLERANCES, Bench, Effort, Heads, Timing, fastest, out_of_memory
+from nanoserve.tasks.kernels.measure import (
+    TOLERANCES,
+    Bench,
+    Effort,
+    Heads,
+    ShapeOutOfMemoryError,
+    Timing,
+    fastest,
+    out_of_memory,
+)
 from nanoserve.tasks.kernels.shapes import CPU_TABLE, TABLE, KernelShape, parse_all
 
 if TYPE_CHECKING:
@@ -117,7 +126,8 @@ def measure(bench: Bench, shape: KernelShape, backends: tuple[str, ...], with_to
     except RuntimeError as error:
         if not out_of_memory(f"{type(error).__name__}: {error}"):
             raise
-        timings = {"all": Timing(failed=NO_MEMORY)}
+        why = f": {error}" if isinstance(error, ShapeOutOfMemoryError) else ""
+        timings = {"all": Timing(failed=NO_MEMORY + why)}
     best_of_torch = fastest(timings, [name for name in timings if name.startswith("torch ")])
     for name, timing in sorted(timings.items(), key=lambda item: (not item[1].valid, item[1].us or 0.0)):
         rate = of_ceiling = over = None
@@ -177,6 +187,7 @@ def record(bench: Bench, results: dict[Phase, list[Result]]) -> dict[str, Any]:
         "block_size": bench.block_size,
         "dtype": str(bench.dtype)[6:],
         "heads": asdict(bench.heads),
+        "kv_options": asdict(bench.kv_options),
         "ceilings": {"copy TB/s": bench.ceilings.copy, "matmul TFLOP/s": bench.ceilings.matmul},
         "results": [
             {
@@ -206,7 +217,7 @@ def refuse_failures(bench: Bench, results: dict[Phase, list[Result]], measured: 
                 continue
             if timing.wrong:
                 wrong.setdefault(where, []).append(result.name)
-            elif timing.failed not in (None, NO_MEMORY) and not out_of_memory(timing.failed or ""):
+            elif timing.failed and not timing.failed.startswith(NO_MEMORY) and not out_of_memory(timing.failed):
                 failed.setdefault(where, []).append(result.name)
     above = f"WRONG results, relative error above {TOLERANCES[bench.dtype]:g} against float64"
     faults = []

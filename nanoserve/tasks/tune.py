@@ -28,7 +28,7 @@ from nanoserve.contracts.capabilities import PHASES, Phase
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.contracts.policy import SelectionPolicy, SelectionShape
 from nanoserve.tasks.bench.record import environment, print_line, print_table, write
-from nanoserve.tasks.kernels.measure import Bench, Effort, Heads, Timing, out_of_memory
+from nanoserve.tasks.kernels.measure import Bench, Effort, Heads, ShapeOutOfMemoryError, Timing, out_of_memory
 from nanoserve.tasks.kernels.rules import Point, Rule, derive
 from nanoserve.tasks.kernels.shapes import CPU_TABLE, KernelShape, parse_all
 
@@ -259,7 +259,8 @@ def measure_all(series: Sequence[Series], start: float, seconds: float) -> list[
             except RuntimeError as error:
                 if not out_of_memory(f"{type(error).__name__}: {error}"):
                     raise
-                left_out.append(f"{what} (memory)")
+                why = f": {error}" if isinstance(error, ShapeOutOfMemoryError) else ""
+                left_out.append(f"{what} (memory{why})")
             if sys.stderr.isatty():
                 print(f"{time.perf_counter() - start:5.0f} s  {what}", file=sys.stderr)
     return left_out

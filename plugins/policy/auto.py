@@ -82,6 +82,7 @@ class AutoConfig:
 
 class AutoPolicy(SelectionPolicy):
     def __init__(self, options: AutoConfig) -> None:
+        self._kv_formats = frozenset(name for row in options.table for name in row.when.kv_format or ())
         self._rows: dict[Phase, list[tuple[list[Callable[[SelectionShape], bool]], tuple[str, ...]]]] = {
             phase: [(_conditions(row.when), row.use) for row in options.table if row.phase == phase] for phase in PHASES
         }
@@ -89,6 +90,9 @@ class AutoPolicy(SelectionPolicy):
     def considers(self, phase: Phase) -> frozenset[str] | None:
         """Those of the table: nobody's backend runs only because it has been installed."""
         return frozenset(name for _, use in self._rows[phase] for name in use) or None
+
+    def kv_formats(self) -> frozenset[str]:
+        return self._kv_formats
 
     def select(self, phase: Phase, shape: SelectionShape, candidates: tuple[str, ...]) -> str:
         for conditions, use in self._rows[phase]:

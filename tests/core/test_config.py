@@ -193,6 +193,12 @@ def test_a_plugin_is_chosen_by_name(wrong: Any) -> None:
         EngineConfig.from_kwargs(kv=wrong)
 
 
+@pytest.mark.parametrize("wrong", [3, None, ["int8"]])
+def test_what_is_no_choice_of_a_plugin_is_told_that_a_name_would_be(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="^kv: expected a name, or {name: …} and options beside it, got "):
+        EngineConfig.from_kwargs(kv=wrong)
+
+
 def test_model_by_name_path_or_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ckpt").mkdir()

@@ -417,6 +417,10 @@ def test_what_is_refused_before_an_engine_starts(cli: Cli, arguments: list[str],
             ],
             "bench.batches: 8 sequences of 64 tokens take 32 blocks, and there are 8",
         ),
+        (
+            ["bench.batches=[]", "bench.prompts=[[8,16]]", "engine.num_kv_blocks=4"],
+            "bench.prompts: 8 sequences of 16 tokens take 8 blocks, and there are 4; lower it",
+        ),
     ],
 )
 def test_a_latency_that_the_engine_cannot_measure(
@@ -424,6 +428,12 @@ def test_a_latency_that_the_engine_cannot_measure(
 ) -> None:
     run = cli("task=bench", "bench=latency", f"model.path={tiny_checkpoint}", "bench.repeat=1", *arguments)
     assert run.code == 2 and message in run.err, run.err
+
+
+def test_prompts_that_exceed_a_step_are_read_in_chunks(real: Any, tiny_checkpoint: Path, cli: Cli) -> None:
+    words = ["bench.batches=[]", "bench.prompts=[[8,16]]", "engine.max_num_batched_tokens=32", "engine.num_kv_blocks=4"]
+    run = cli("task=bench", "bench=latency", f"model.path={tiny_checkpoint}", "bench.repeat=1", *words)
+    assert run.code == 0 and "TTFT" in run.out, run.err
 
 
 def test_the_older_kinds_work_as_they_did(real: Any, tiny_checkpoint: Path, cli: Cli) -> None:

@@ -15,7 +15,7 @@ from nanoserve.contracts.capabilities import Capabilities
 from nanoserve.contracts.errors import ConfigError
 from nanoserve.hookspecs import hookimpl
 from nanoserve.registry import Registry
-from nanoserve.tasks.bench_kernels import figures, measure
+from nanoserve.tasks.bench_kernels import NO_MEMORY, figures, measure
 from nanoserve.tasks.kernels.measure import Bench, Effort, Heads, out_of_memory
 from nanoserve.tasks.kernels.shapes import TABLE, KernelShape, parse_all
 from tests.tasks.conftest import Cli
@@ -120,12 +120,14 @@ def test_the_command(cli: Cli):
         (phase, kernel) for phase in ("prefill", "decode") for kernel in ("sdpa", "torch sdpa")
     }
     assert all(r["us"] > 0 and r["error"] < 1e-5 for r in record["results"])
+    assert record["kv_options"] == {"dtype": "auto"}
 
 
 @pytest.mark.parametrize(
     "failure, lacks",
     [
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("ShapeOutOfMemoryError: 31.2 GiB of 22.6", True),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried", True),
         ("AcceleratorError: CUDA error: an illegal memory access was encountered", False),
         ("OutOfResources: out of resource: shared memory, Required: 300000", False),
@@ -161,12 +163,16 @@ def test_a_wrong_kernel_ends_the_command_with_an_error_after_everything_else(cli
 
 
 def test_a_shape_that_memory_cannot_hold_is_a_row_that_says_so(cli: Cli, monkeypatch):
-    def measure(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 409600000000 bytes.")
 
-    monkeypatch.setattr(Bench, "measure", measure)
+    monkeypatch.setattr(Bench, "measure", refuse)
     outcome = cli("task=bench_kernels", "phase=decode", "shapes=[9x90]", "backends=[sdpa]", "engine.device=cpu")
     assert outcome.code == 0 and "not enough memory" in outcome.out
+    monkeypatch.undo()
+    monkeypatch.setattr("nanoserve.tasks.kernels.measure.available_on_cpu", lambda: 2.0**20)
+    (row,) = measure(bench(), KernelShape.parse("2x999999", "decode"), ("sdpa",))
+    assert (row.name, row.timing.failed) == ("all", f"{NO_MEMORY}: 7.63 GiB of 0.000977")
 
 
 @pytest.mark.parametrize(

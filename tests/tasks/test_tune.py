@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from nanoserve.contracts.policy import SelectionShape
 from nanoserve.registry import Registry
 from nanoserve.tasks.kernels.measure import Bench, Effort, Heads, Timing
 from nanoserve.tasks.kernels.rules import Point, derive
-from nanoserve.tasks.kernels.shapes import parse_all
+from nanoserve.tasks.kernels.shapes import KernelShape, parse_all
 from nanoserve.tasks.tune import (
     FAR_BEHIND,
     PATIENCE,
@@ -151,7 +152,26 @@ def test_a_shape_that_the_memory_of_a_cpu_cannot_hold_is_left_out(cli: Cli, monk
     monkeypatch.setattr("nanoserve.tasks.kernels.measure.available_on_cpu", lambda: 2.0**20)
     shapes = ["prefill_shapes=[]", "decode_shapes=[1x3,1x9999]", "num_q_heads=2", "num_kv_heads=1", "head_dim=32"]
     outcome = cli("task=tune", "engine.device=cpu", "formats=[bf16]", *shapes)
-    assert outcome.code == 0 and "left out: decode 1x9999 bf16 (memory)" in outcome.out
+    assert outcome.code == 0 and "left out: decode 1x9999 bf16 (memory: 0.0" in outcome.out
+
+
+@pytest.mark.parametrize("kv, with_torch", [("bf16", True), ("bf16", False), ("int8", False)])
+@pytest.mark.parametrize(
+    "shape, phase", [("1x9000", "decode"), ("3x3000", "decode"), ("2x200+4000", "prefill"), ("2x800", "prefill")]
+)
+def test_what_a_shape_takes_of_a_cpu_was_foreseen(monkeypatch, kv, with_torch, shape, phase):
+    bench = Bench(EngineConfig.from_kwargs(device="cpu"), Registry.discover(), Heads(4, 2, 64), kv, Effort(1, 1.0))
+    one = KernelShape.parse(shape, phase)
+    monkeypatch.setattr("nanoserve.tasks.kernels.measure.available_on_cpu", lambda: 0.0)
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        bench.measure(one, ["sdpa"], with_torch)
+    monkeypatch.undo()
+    foreseen = float(str(refused.value).split()[0]) * 2**30
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        assert bench.measure(one, ["sdpa"], with_torch)["sdpa"].valid
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    most = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    assert foreseen / 2 < most < foreseen
 
 
 def test_the_file_is_a_policy_that_the_command_line_takes(cli: Cli):
@@ -180,6 +200,8 @@ def test_the_file_is_a_policy_that_the_command_line_takes(cli: Cli):
         (["formats=[]"], "formats"),
         (["formats=[fp1]"], "fp1"),
         (["formats=[int8]", "kv.dtype=float16"], "kv=bf16 is given options, and is not among formats: int8"),
+        (["decode_shapes=[65537x1]"], "shape '65537x1': an engine has at most 65536 sequences"),
+        (["prefill_shapes=[ragged65537]"], "an engine has at most 65536 sequences"),
         (["min_gain=1.0"], "min_gain"),
         (["seconds=0"], "seconds"),
         (["decode_shapes=[]", "prefill_shapes=[]"], "nothing to measure"),

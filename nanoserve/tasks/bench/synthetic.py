@@ -164,11 +164,14 @@ def latency(llm: LLM, workload: Latency) -> Measured:
                 f"bench.context={workload.context} is too short for {count} sequences to decode around it for "
                 f"bench.output_len={workload.output_len} steps; raise it, or lower the other"
             )
-        needed = count * -(-workload.context // blocks.block_size)
-        if needed > blocks.num_blocks:
+    # Of prompts that a step has no room for, those before are finished and gone when the last are read.
+    at_once = [("prompts", min(count, budget // length + 1), length, "it") for count, length in workload.prompts]
+    at_once += [("batches", count, workload.context, "it or bench.context") for count in workload.batches]
+    for key, count, length, what in at_once:
+        if (needed := count * -(-length // blocks.block_size)) > blocks.num_blocks:
             raise ConfigError(
-                f"bench.batches: {count} sequences of {workload.context} tokens take {needed} blocks, and there are "
-                f"{blocks.num_blocks}; lower bench.batches or bench.context, or raise engine.num_kv_blocks"
+                f"bench.{key}: {count} sequences of {length} tokens take {needed} blocks, and there are "
+                f"{blocks.num_blocks}; lower {what}, or raise engine.num_kv_blocks"
             )
     report = Measured("latency", ["measure", "batch", "tokens", "median ms", "min ms", "prefill tok/s"])
     one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)

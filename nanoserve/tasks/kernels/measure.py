@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -64,18 +65,27 @@ class Effort:
     gigabytes: float = 2.0
 
 
+class ShapeOutOfMemoryError(torch.OutOfMemoryError):
+    """Known before anything is allocated; says what the shape takes, and of how much."""
+
+
 def out_of_memory(failure: str) -> bool:
     """Whether an error, written as type and message, is that of a GPU's allocator or of the CPU's."""
-    return failure.startswith("OutOfMemoryError") or "can't allocate memory" in failure
+    return failure.partition(":")[0].endswith("OutOfMemoryError") or "can't allocate memory" in failure
 
 
 def available_on_cpu() -> float:
-    """Bytes that may still be taken: Linux promises more, and ends whoever claims it. Infinite where nobody says."""
+    """Bytes that may still be taken: Linux promises more, and ends whoever claims it. Elsewhere all that the machine
+    has, infinite where nobody says."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
+        return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError, OSError):
         return math.inf
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)
 
 
 @dataclass
@@ -193,7 +203,7 @@ class Bench:
 
     @torch.inference_mode()
     def _measure(self, shape: KernelShape, backends: Sequence[str], with_torch: bool) -> dict[str, Timing]:
-        step = _Step(self, shape)
+        step = _Step(self, shape, with_torch)
         makers: dict[str, Callable[[], _Candidate]] = {
             name: functools.partial(step.candidate, name) for name in backends
         }
@@ -244,10 +254,14 @@ class _Candidate:
 
 @dataclass
 class _Step:
-    """A step of ``shape`` on random data: metadata, a filled cache, queries and outputs of every layer."""
+    """A step of ``shape`` on random data: metadata, a filled cache, queries and outputs of every layer.
+
+    Raises ShapeOutOfMemoryError, before it takes any, when a CPU has not the memory for it.
+    """
 
     bench: Bench
     shape: KernelShape
+    with_torch: bool
     kv: KVCacheFormat = field(init=False)
 
     def __post_init__(self) -> None:
@@ -260,19 +274,18 @@ class _Step:
         most = MAX_LAYERS if device.type == "cuda" else 2
         num_layers = max(2, min(most, int(bench.effort.gigabytes * 2**30 / per_layer)))
         if device.type == "cpu":
-            dense = 2 * shape.batch * max(shape.context_lens) * heads.num_kv * heads.dim * bench.dtype.itemsize
-            needed, there = num_layers * per_layer + 2 * dense, available_on_cpu()  # gathered, and laid out anew
+            needed, there = num_layers * per_layer + self._beside(num_layers), available_on_cpu()
             if needed > there:
-                raise torch.OutOfMemoryError(f"{shape.name} takes {needed / 2**30:.1f} GiB of {there / 2**30:.1f}")
+                raise ShapeOutOfMemoryError(f"{needed / 2**30:.3g} GiB of {there / 2**30:.3g}")
 
+        self.kv = bench.cache(num_layers)
+        self.kv.allocate(num_blocks)  # first, as it is the largest: what is planned on the host may not fit either
         generator = np.random.default_rng(0)
         ids, cuts = generator.permutation(num_blocks), np.cumsum(self.needed) - self.needed
         columns = cuts[:, None] + np.arange(self.needed.max())
         self.table = ids[np.minimum(columns, num_blocks - 1)].astype(np.int32)  # past its end, some other's block
         self.meta = self._metadata()
 
-        self.kv = bench.cache(num_layers)
-        self.kv.allocate(num_blocks)
         self.generator = torch.Generator(device).manual_seed(0)
         for layer in self.kv.layers:
             for start in range(0, num_blocks * size, STORED_AT_ONCE):
@@ -299,6 +312,22 @@ class _Step:
             kv=self.kv,
         )
         self.sampled = self._sample()
+
+    def _beside(self, num_layers: int) -> float:
+        """Bytes that a CPU needs beside the layers: the masks of ``sdpa``, and the most that is there at a time."""
+        shape, heads, itemsize = self.shape, self.bench.heads, self.bench.dtype.itemsize
+        numbers = heads.num_kv * heads.dim  # in a token's K, and in its V
+        tokens, longest = sum(shape.context_lens), max(shape.context_lens)
+        stored = 8 * itemsize * numbers * min(tokens, STORED_AT_ONCE)  # random, and what a format makes of them
+        exact = 3 * 8 * numbers * longest  # float64 of both, and one of them laid out anew
+        dense = 0
+        if self.with_torch and self.torch_candidates():  # gathered, as a batch, and in one call for every query head
+            queries = heads.num_q * heads.dim * shape.num_tokens
+            copies = 2 * num_layers + heads.num_q // heads.num_kv
+            dense = itemsize * (2 * numbers * tokens * copies + queries * (num_layers + 3))
+        pairs = [q * k for q, k in zip(shape.query_lens, shape.context_lens, strict=True) if q < k]
+        masks = sum(pairs) + 4 * max(pairs) if shape.phase == "prefill" and pairs else 0
+        return masks + max(stored, exact, dense)
 
     def _normal(self, tokens: int, heads: int) -> torch.Tensor:
         bench = self.bench
@@ -447,14 +476,14 @@ class _Step:
     @functools.cached_property
     def expected(self) -> torch.Tensor:
         """float64 ``[sampled, q_heads, head_dim]`` of layer 0, over what ``gather`` returns of the cache."""
-        results = []
-        for row, i, visible in self.sampled:
-            slots = self._slots(np.full(visible, i), np.arange(visible))
-            k, v = (x.double() for x in self.kv.gather(self.kv.layers[0], slots))  # [visible, kv_heads, head_dim]
-            q = self.q[0][row].double().unflatten(0, (k.shape[1], -1))  # [kv_heads, group, head_dim]
-            weights = (torch.einsum("hgd,nhd->hgn", q, k) * self.context.scale).softmax(-1)
-            results.append(torch.einsum("hgn,nhd->hgd", weights, v).flatten(0, 1))
-        return torch.stack(results)
+        return torch.stack([self._exact(*one) for one in self.sampled])
+
+    def _exact(self, row: int, i: int, visible: int) -> torch.Tensor:
+        slots = self._slots(np.full(visible, i), np.arange(visible))
+        k, v = (x.double() for x in self.kv.gather(self.kv.layers[0], slots))  # [visible, kv_heads, head_dim]
+        q = self.q[0][row].double().unflatten(0, (k.shape[1], -1))  # [kv_heads, group, head_dim]
+        weights = (torch.einsum("hgd,nhd->hgn", q, k) * self.context.scale).softmax(-1)
+        return torch.einsum("hgn,nhd->hgd", weights, v).flatten(0, 1)
 
     def error(self, candidate: _Candidate) -> float:
         """Run layer 0 into an output of NaN; infinite if any of it is left."""

@@ -27,6 +27,10 @@ CPU_TABLE: dict[Phase, tuple[str, ...]] = {
 }
 
 
+#: Sequences of a shape: as many as an engine may have running (``engine.max_num_seqs``).
+MAX_BATCH = 2**16
+
+
 @dataclass(frozen=True)
 class KernelShape:
     """query_lens, context_lens: tokens per sequence; the queries are the last of each context, one in decode."""
@@ -42,13 +46,15 @@ class KernelShape:
         sequences of 16 … N tokens, N being 2048 if left out. Raises ConfigError."""
         if found := re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+))?", name):
             batch, length, prefix = (int(group or 0) for group in found.groups())
-            lens = (length,) * batch
+            lens = (length,) * min(batch, MAX_BATCH)
         elif found := re.fullmatch(r"ragged(\d+)(?:x(\d+))?", name):
             batch, longest, prefix = int(found[1]), int(found[2] or 2048), 0
             rng = random.Random(batch)
-            lens = tuple(rng.randint(16, max(16, longest)) for _ in range(batch))
+            lens = tuple(rng.randint(16, max(16, longest)) for _ in range(min(batch, MAX_BATCH)))
         else:
             raise ConfigError(f"shape {name!r}: write BxN, BxN+P (N tokens after P cached ones) or raggedBxN")
+        if batch > MAX_BATCH:
+            raise ConfigError(f"shape {name!r}: an engine has at most {MAX_BATCH} sequences")
         if not lens or min(lens) < 1:
             raise ConfigError(f"shape {name!r}: it has no tokens")
         if phase == "prefill":
