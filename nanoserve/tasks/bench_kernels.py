@@ -183,11 +183,7 @@ def conditions(bench: Bench) -> str:
 def record(bench: Bench, results: dict[Phase, list[Result]]) -> dict[str, Any]:
     return {
         **environment(bench.device),
-        "kv": bench.kv,
-        "block_size": bench.block_size,
-        "dtype": str(bench.dtype)[6:],
-        "heads": asdict(bench.heads),
-        "kv_options": asdict(bench.kv_options),
+        **bench.measured(),
         "ceilings": {"copy TB/s": bench.ceilings.copy, "matmul TFLOP/s": bench.ceilings.matmul},
         "results": [
             {

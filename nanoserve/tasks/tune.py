@@ -392,7 +392,6 @@ def record(series: Sequence[Series], rules: Sequence[Rule]) -> dict[str, Any]:
         "results": [
             {
                 "phase": one.phase,
-                "kv": one.bench.kv,
                 **one.bench.measured(),
                 "shape": shape,
                 "us": {n: t.us for n, t in timings.items()},

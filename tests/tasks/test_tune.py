@@ -186,7 +186,7 @@ def test_the_file_is_a_policy_that_the_command_line_takes(cli: Cli):
     assert stored is not None and [row["phase"] for row in stored["table"]] == ["prefill", "decode"]
     results = json.loads(Path("times.json").read_text())["results"]
     assert {r["kv"] for r in results} >= {"bf16", "int8"}
-    of = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": "float32", "block_size": 16}
+    of = {"heads": {"num_q": 2, "num_kv": 1, "dim": 32}, "dtype": "float32", "block_size": 16}
     assert all(r.items() >= of.items() for r in results) and {"dtype": "auto"} in [r["kv_options"] for r in results]
     used = cli("--config-dir", ".", "policy=tuned_cpu", "--cfg", "job")
     assert used.code == 0 and "- sdpa" in used.out

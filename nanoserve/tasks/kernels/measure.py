@@ -149,14 +149,12 @@ class Bench:
 
     def measured(self) -> dict[str, Any]:
         """What figures are of, beside the shape."""
-        heads = self.heads
         return {
-            "num_q_heads": heads.num_q,
-            "num_kv_heads": heads.num_kv,
-            "head_dim": heads.dim,
-            "dtype": self.need.dtype,
-            "block_size": self.block_size,
+            "kv": self.kv,
             "kv_options": asdict(self.kv_options),
+            "block_size": self.block_size,
+            "dtype": self.need.dtype,
+            "heads": asdict(self.heads),
         }
 
     def capturable(self, name: str) -> bool:
